@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -773,6 +774,8 @@ def read_mapping(path: Path, field: str) -> dict[str, Any]:
     """The mapping in a YAML file, which may be empty. Raises `InvalidValueError` naming `field`."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except PermissionError:
+        raise InvalidValueError(field, str(path), f"must be a file that user {os.geteuid()} can read") from None
     except OSError as error:
         raise InvalidValueError(field, str(path), f"cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -341,7 +341,97 @@ def test_variables_that_are_given_are_those_of_all_pods(tmp_path: Path) -> None:
     assert not [name for name in environment(pod_templates(rendered(EXAMPLES[0]))["head"]) if "OTEL" in name]
 
 
+def seen_by_kuberay(values: Path, *more: str) -> dict[str, Any]:
+    """What KubeRay compares when it decides whether pods must change: the cluster without the numbers of its pods."""
+    cluster: dict[str, Any] = rayservice(rendered(values, *more))["spec"]["rayClusterConfig"]
+    for group in cluster["workerGroupSpecs"]:
+        for number in ("replicas", "minReplicas", "maxReplicas"):
+            del group[number]
+    return cluster
+
+
+@pytest.mark.parametrize("separate", ["false", "true"])
+def test_a_change_of_replicas_alone_reaches_the_pods_of_tiers(separate: str) -> None:
+    def seen(setting: str) -> tuple[Any, Any]:
+        more = ("--set", f"workers.separate={separate}", "--set", f"settings.server.{setting}")
+        cluster = seen_by_kuberay(CHART / "examples" / "cpu-demo.yaml", *more)
+        return cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+
+    head, workers = seen("replicas.min=1")
+    for numbers in ("replicas.max=2", "replicas.min=2,settings.server.replicas.max=2"):
+        other_head, others = seen(numbers)
+        assert all(one != other for one, other in zip(workers, others, strict=True))
+        assert {**head["template"]["spec"], "automountServiceAccountToken": None} == {
+            **other_head["template"]["spec"],
+            "automountServiceAccountToken": None,
+        }
+    assert (head, workers) == seen("max_queued=3"), "what Serve alone applies changes no pod"
+
+
+def test_the_demo_fits_a_node_of_two_cores() -> None:
+    """Beside what Kubernetes itself runs there, which requests less than a core."""
+    values = CHART / "examples" / "cpu-demo.yaml"
+    pods = [pod["spec"] for pod in pod_templates(rendered(values)).values()]
+    requested = [each["resources"]["requests"]["cpu"] for pod in pods for each in pod["containers"]]
+    requested += [front_of({"spec": pod})["resources"]["requests"]["cpu"] for pod in pods]
+    assert sum(int(each.removesuffix("m")) if each.endswith("m") else 1000 * int(each) for each in requested) <= 900
+    head = pods[0]["containers"][0]["resources"]["limits"]
+    assert float(head["cpu"]) >= 2, "with less, Ray's own processes start too slowly for it"
+
+
+def test_grpc_is_http_2_from_end_to_end(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    given: dict[str, Any] = {"ingress": {"host": "a.example", "grpcHost": "b.example", "tlsSecret": "edge"}}
+    key = "nginx.ingress.kubernetes.io/backend-protocol"
+    for secret, spoken, protocol in (("", ["HTTP", "GRPC"], "kubernetes.io/h2c"), ("pods", ["HTTPS", "GRPCS"], None)):
+        values.write_text(yaml.safe_dump(given | {"tlsSecret": secret}))
+        objects = rendered(values)
+        doors = of_kind(objects, "Ingress")
+        assert [each["metadata"]["annotations"][key] for each in doors] == spoken
+        assert all(each["spec"]["tls"] for each in doors)
+        ports = rayservice(objects)["spec"]["serveService"]["spec"]["ports"]
+        assert {each["name"]: each.get("appProtocol") for each in ports} == {"serve": None, "serve-grpc": protocol}
+
+
+def test_one_value_lets_ray_s_state_outlive_the_head(tmp_path: Path) -> None:
+    objects = rendered(None, "--set", "redis.create=true")
+    [service], [deployment], [secret], [claim] = (
+        of_kind(objects, kind) for kind in ("Service", "Deployment", "Secret", "PersistentVolumeClaim")
+    )
+    options = rayservice(objects)["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+    assert options["redisAddress"] == f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    pod = deployment["spec"]["template"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    [policy] = of_kind(objects, "NetworkPolicy")
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    [redis] = pod["spec"]["containers"]
+    where = {"name": secret["metadata"]["name"], "key": next(iter(secret["data"]))}
+    assert options["redisPassword"]["valueFrom"]["secretKeyRef"] == where
+    assert redis["env"] == [{"name": "REDIS_PASSWORD", "valueFrom": {"secretKeyRef": where}}]
+    [volume] = pod["spec"]["volumes"]
+    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    own = rendered(None, "--set", "redis.create=true,redis.passwordSecret=mine")
+    assert not of_kind(own, "Secret")
+    options = rayservice(own)["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+    assert options["redisPassword"]["valueFrom"]["secretKeyRef"]["name"] == "mine"
+    assert "gcsFaultToleranceOptions" not in rayservice(rendered())["spec"]["rayClusterConfig"]
+
+
+def test_volumes_and_containers_that_are_given_are_in_all_pods_of_ray() -> None:
+    given = yaml.safe_load(ALL.read_text())
+    for pod in pod_templates(rendered(ALL)).values():
+        [first] = [each for each in pod["spec"]["initContainers"] if each["name"] == "first"]
+        assert first == given["initContainers"][0]
+        assert pod["spec"]["volumes"][-1:] == given["extraVolumes"]
+        assert pod["spec"]["containers"][0]["volumeMounts"][-1:] == given["extraVolumeMounts"]
+
+
 WRONG = {
+    "ingress without TLS": ("ingress: {host: a.b, grpcHost: c.d}", "ingress.grpcHost: needs ingress.tlsSecret"),
+    "two Redis": ('redis: {create: true, address: "a:6379"}', "redis.address"),
+    "extraVolumes": ("extraVolumes: [{emptyDir: {}}]", "extraVolumes"),
+    "initContainers": ("initContainers: [{image: x}]", "initContainers"),
     "settings.server.certificate": ("settings: {server: {certificate: /a, certificate_key: /b}}", "tlsSecret"),
     "settings.server.port of Serve": ("settings: {server: {port: 28000}}", "settings.server.port"),
     "settings.server.api_keys": ("settings: {server: {api_keys: /a/file}}", "apiKeysSecret"),

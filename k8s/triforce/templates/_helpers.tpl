@@ -24,6 +24,12 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 
+{{/* The Redis that the chart runs, its service and its volume; and the secret with the password of whichever Redis it is. */}}
+{{- define "triforce.redis" -}}{{ include "triforce.name" . }}-redis{{- end -}}
+{{- define "triforce.redisSecret" -}}
+{{ .Values.redis.passwordSecret | default (ternary (include "triforce.redis" .) "" .Values.redis.create) }}
+{{- end -}}
+
 {{- define "triforce.device" -}}
 {{- .Values.settings.device | default "cpu" -}}
 {{- end -}}
@@ -41,6 +47,21 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- define "triforce.claim" -}}
 {{- $claim := .Values.models.claim -}}
 {{- if $claim.name }}{{ $claim.name }}{{ else if $claim.size }}{{ include "triforce.name" . }}-models{{ end -}}
+{{- end -}}
+
+{{/* The models that are names on the hub, as in files.resolve of triforce_core/models: a JSON list. */}}
+{{- define "triforce.hubModels" -}}
+{{- $models := list -}}
+{{- range $tier := list "target" "draft" -}}
+  {{- $model := (get $.Values.settings $tier | default dict).model | default "demo" -}}
+  {{- if and (contains "/" $model) (not (regexMatch "^[/.~]" $model)) }}{{ $models = append $models $model }}{{ end -}}
+{{- end -}}
+{{- toJson (uniq $models) -}}
+{{- end -}}
+
+{{/* Where the models of the hub are in the claim; empty: each pod downloads them. */}}
+{{- define "triforce.hubCache" -}}
+{{- if and (include "triforce.claim" .) (ne (include "triforce.hubModels" .) "[]") }}/models/hub{{ end -}}
 {{- end -}}
 
 {{/* The seconds that requests have to finish: server.drain_s of the settings. */}}
@@ -133,14 +154,55 @@ whether it has the target. Mirrors COLOCATED and DeviceGroup of triforce_core/co
 {{- define "triforce.servePort" -}}28000{{- end -}}
 {{- define "triforce.serveGrpcPort" -}}29000{{- end -}}
 
-{{/* The settings of the front: those of settings.server. */}}
+{{/* The settings of the front: those of settings.server that it reads. A change of others need not change pods. */}}
 {{- define "triforce.front" -}}
-{{- $server := merge (dict "host" "0.0.0.0") (deepCopy (.Values.settings.server | default dict)) -}}
+{{- $read := pick (.Values.settings.server | default dict) "host" "port" "grpc_port" "request_timeout_s" "connections_per_peer" -}}
+{{- $server := merge (dict "host" "0.0.0.0") $read -}}
 {{- if .Values.tlsSecret }}{{ $server = merge $server (dict "certificate" "/etc/triforce-tls/tls.crt" "certificate_key" "/etc/triforce-tls/tls.key") }}{{ end -}}
 {{- toJson $server -}}
 {{- end -}}
 
 {{- define "triforce.scheme" -}}{{ ternary "https" "http" (not (empty .Values.tlsSecret)) }}{{- end -}}
+
+{{/*
+What the values need of the cluster: kinds, secrets, the claim. `helm template` knows no cluster, and checks nothing;
+the names of kinds are known only from a real one. Older versions of Helm find no object in a dry run.
+*/}}
+{{- define "triforce.checkCluster" -}}
+{{- $has := .Capabilities.APIVersions -}}
+{{- if $has.Has "v1/Pod" -}}
+  {{- if and .Values.podMonitor.enabled (not ($has.Has "monitoring.coreos.com/v1/PodMonitor")) -}}
+  {{- fail "podMonitor.enabled: this cluster has no PodMonitor: install Prometheus' operator, or set it to false" -}}
+  {{- end -}}
+  {{- if and .Values.gateway.parentRefs (not ($has.Has "gateway.networking.k8s.io/v1/HTTPRoute")) -}}
+  {{- fail "gateway.parentRefs: this cluster has no HTTPRoute: install the Gateway API, or leave it empty" -}}
+  {{- end -}}
+  {{- if and .Values.gateway.grpcHostnames (not ($has.Has "gateway.networking.k8s.io/v1/GRPCRoute")) -}}
+  {{- fail "gateway.grpcHostnames: this cluster has no GRPCRoute: install the Gateway API 1.1, or leave it empty" -}}
+  {{- end -}}
+{{- end -}}
+{{- $in := .Release.Namespace -}}
+{{- if lookup "v1" "ServiceAccount" $in "default" -}}
+  {{- $monitor := (.Values.podMonitor.authorization | default dict).credentials | default dict -}}
+  {{- range $needed := list
+      (list "apiKeysSecret" .Values.apiKeysSecret "api_keys")
+      (list "tlsSecret" .Values.tlsSecret "tls.crt")
+      (list "rayTokenSecret" .Values.rayTokenSecret "auth_token")
+      (list "models.hub.tokenSecret" .Values.models.hub.tokenSecret .Values.models.hub.tokenKey)
+      (list "redis.passwordSecret" .Values.redis.passwordSecret .Values.redis.passwordKey)
+      (list "podMonitor.authorization" (ternary $monitor.name "" .Values.podMonitor.enabled) $monitor.key) -}}
+    {{- $secret := index $needed 1 -}}
+    {{- if and $secret (not (hasKey ((lookup "v1" "Secret" $in $secret).data | default dict) (index $needed 2))) -}}
+    {{- fail (printf "%s: namespace %s has no secret %q with a key %q" (index $needed 0) $in $secret (index $needed 2)) -}}
+    {{- end -}}
+  {{- end -}}
+  {{- with .Values.models.claim.name -}}
+    {{- if not (lookup "v1" "PersistentVolumeClaim" $in .) -}}
+    {{- fail (printf "models.claim.name: namespace %s has no PersistentVolumeClaim %q" $in .) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
 
 {{/* The rules that a schema cannot state. */}}
 {{- define "triforce.check" -}}
@@ -199,4 +261,11 @@ whether it has the target. Mirrors COLOCATED and DeviceGroup of triforce_core/co
 {{- if and .Values.ingress.grpcHost (eq .Values.ingress.grpcHost .Values.ingress.host) -}}
 {{- fail "ingress.grpcHost: must not be ingress.host" -}}
 {{- end -}}
+{{- if and .Values.ingress.grpcHost (not .Values.ingress.tlsSecret) -}}
+{{- fail "ingress.grpcHost: needs ingress.tlsSecret, because ingress controllers speak HTTP/2 over TLS alone" -}}
+{{- end -}}
+{{- if and .Values.redis.create .Values.redis.address -}}
+{{- fail "redis.address: must be empty where redis.create is true" -}}
+{{- end -}}
+{{- include "triforce.checkCluster" . -}}
 {{- end -}}

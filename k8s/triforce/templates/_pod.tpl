@@ -9,11 +9,15 @@ options); gpus.
 {{- $server := $values.settings.server | default dict -}}
 {{- $offload := ($values.settings.target | default dict).offload_path -}}
 {{- $claim := include "triforce.claim" $root -}}
+{{- $hubCache := include "triforce.hubCache" $root -}}
 metadata:
   labels:
     {{- include "triforce.selector" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .component }}
-  {{- with .pod.annotations }}
+  {{- /* KubeRay does not look at the number of replicas when it decides whether pods must change. */}}
+  {{- $replicas := $server.replicas | default dict }}
+  {{- $counted := dict "triforce/replicas" (printf "%v-%v" ($replicas.min | default 1) ($replicas.max | default 1)) }}
+  {{- with merge (ternary dict $counted $head) .pod.annotations }}
   annotations: {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
@@ -63,6 +67,40 @@ spec:
         {{- if $values.tlsSecret }}
         - {name: tls, mountPath: /etc/triforce-tls, readOnly: true}
         {{- end }}
+  {{- if and $head $hubCache }}
+    # Ray starts on this pod first, so the others find the models. What is there already is not downloaded again.
+    - name: download-models
+      image: {{ include "triforce.image" $root | quote }}
+      imagePullPolicy: {{ $values.image.pullPolicy }}
+      securityContext: {{- include "triforce.restricted" $root | nindent 8 }}
+      command:
+        - bash
+        - -ec
+        - |
+          for model in "$@"; do
+              hf download "$model" --exclude 'original/*' --exclude 'consolidated*' --include '*.safetensors' \
+                  --include '*.json' --include '*.jinja' --include '*.model' --include '*.txt'
+          done
+        - download
+        {{- range include "triforce.hubModels" $root | fromJsonArray }}
+        - {{ . | quote }}
+        {{- end }}
+      env:
+        {{- include "triforce.hubEnv" $root | trim | nindent 8 }}
+      resources:
+        requests: {cpu: 100m, memory: 1Gi}
+        limits: {cpu: "2", memory: 1Gi}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        - {name: home, mountPath: /home/triforce}
+        - {name: models, mountPath: /models}
+        {{- with $values.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+  {{- end }}
+  {{- with $values.initContainers }}
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   {{- if and $head $values.models.claim.size }}
   {{- with ($values.settings.target | default dict).model | default "" }}
   {{- if hasPrefix "/models/" . }}
@@ -118,11 +156,14 @@ spec:
         {{- if and $offload (not $head) }}
         - {name: offload, mountPath: {{ $offload | quote }}}
         {{- end }}
+        {{- with $values.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
   volumes:
     - {name: tmp, emptyDir: {}}
     - {name: home, emptyDir: {}}
     {{- if $claim }}
-    - {name: models, persistentVolumeClaim: {claimName: {{ $claim | quote }}, readOnly: true}}
+    - {name: models, persistentVolumeClaim: {claimName: {{ $claim | quote }}, readOnly: {{ not (and $head $hubCache) }}}}
     {{- else if $values.models.image.reference }}
     - {name: models, image: {reference: {{ $values.models.image.reference | quote }}, pullPolicy: {{ $values.models.image.pullPolicy }}}}
     {{- end }}
@@ -134,6 +175,9 @@ spec:
     {{- end }}
     {{- if and $offload (not $head) }}
     - {name: offload, emptyDir: {}}
+    {{- end }}
+    {{- with $values.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
     {{- end }}
 {{- end -}}
 
@@ -162,6 +206,17 @@ on which node the gateway is. Its ports are fixed, and it outlives a Ray that is
 {{- end }}
 # How long a HAProxy that has been replaced may go on with its requests: the grace period of the pods.
 - {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ include "triforce.grace" . | quote }}}
+{{- if include "triforce.hubCache" . }}
+- {name: HF_HUB_OFFLINE, value: "1"}
+{{- end }}
+{{- include "triforce.hubEnv" . }}
+{{- end -}}
+
+{{/* What the hub's programs and whatever else reads the environment need: models in the claim, the token, values.env. */}}
+{{- define "triforce.hubEnv" -}}
+{{- with include "triforce.hubCache" . }}
+- {name: HF_HUB_CACHE, value: {{ . }}}
+{{- end }}
 {{- with .Values.models.hub.tokenSecret }}
 - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: {{ $.Values.models.hub.tokenKey | quote }}}}}
 {{- end }}

@@ -1,0 +1,147 @@
+#!/usr/bin/env bash
+# Checks the chart in the cluster that kubectl reaches: installs it, asks it, upgrades it under load, kills a worker under
+# a stream, scales it, uninstalls it, and looks for what is left. KubeRay's operator must be there, and an image that the
+# cluster can pull. Every step has a time limit; the summary at the end says what passed.
+#
+#     scripts/cluster_check.sh --set image.repository=REGISTRY/triforce-serve
+#
+# Arguments go to helm after the values of cpu-demo, so other values may be given: --values FILE. While pods change there
+# are two clusters, so there must be room for three workers. Variables: RELEASE and NAMESPACE, where nothing of that name
+# may be yet; LIMIT, the seconds of every step in place of its own; KEEP=1 uninstalls nothing after a failure.
+# shellcheck disable=SC2317  # steps are called by name
+set -uo pipefail
+
+RELEASE=${RELEASE:-triforce-check}
+NAMESPACE=${NAMESPACE:-triforce-check}
+CHART=$(dirname "$0")/../k8s/triforce
+one_step=
+[ "${1:-}" != --step ] || { one_step=$2 && shift 2; } # how this script calls itself
+given=("$@")
+failed=0
+summary=()
+
+k() { kubectl --namespace "$NAMESPACE" "$@"; }
+h() { helm --namespace "$NAMESPACE" "$@"; }
+
+# step SECONDS FUNCTION NAME: runs the function, which must end with 0 within the time.
+step() {
+    local limit=${LIMIT:-$1} began=$SECONDS result=passed
+    echo "== $3 (at most $limit s)"
+    timeout --kill-after=10 "$limit" "$0" --step "$2" "${given[@]}" || { result=FAILED failed=1; }
+    summary+=("$(printf '%-8s %5d s  %s' "$result" $((SECONDS - began)) "$3")")
+    [ "$result" = passed ]
+}
+
+# Asks every two seconds, until the time of the step is over.
+until_true() { until "$@"; do sleep 2; done; }
+
+operator_is_there() { kubectl get customresourcedefinition rayservices.ray.io --output name; }
+
+# The volume with models is kept by design, and not looked for.
+what_is_left() {
+    local kinds=rayservices,pods,services,deployments,ingresses,networkpolicies,poddisruptionbudgets
+    kubectl get namespace "$NAMESPACE" --output name >/dev/null 2>&1 || return 0
+    k get "$kinds,serviceaccounts,secrets,configmaps" --selector "app.kubernetes.io/instance=$RELEASE" --output name
+    k get rayclusters,pods,services --selector "ray.io/originated-from-cr-name=$RELEASE" --output name
+}
+
+nothing_is_there() {
+    local left
+    left=$(what_is_left) || return 1
+    [ -z "$left" ] || { echo "there is: $left" >&2 && return 1; }
+}
+
+install() { h install "$RELEASE" "$CHART" --create-namespace --values "$CHART/examples/cpu-demo.yaml" "${given[@]}"; }
+upgrade() { h upgrade "$RELEASE" "$CHART" --values "$CHART/examples/cpu-demo.yaml" "${given[@]}" "$@"; }
+ready() { k wait "rayservice/$RELEASE" --for=condition=Ready --timeout=-1s; }
+helm_test() { h test "$RELEASE" --logs; }
+uninstall() { h uninstall "$RELEASE" --wait; }
+gone() { until_true nothing_is_there; }
+
+# The Ray cluster that serves, and one of its running pods: head or worker.
+cluster() { k get rayservice "$RELEASE" --output 'jsonpath={.status.activeServiceStatus.rayClusterName}'; }
+pod() {
+    k get pods --selector "ray.io/cluster=$(cluster),ray.io/node-type=$1" --field-selector status.phase=Running \
+        --output 'jsonpath={.items[0].metadata.name}'
+}
+
+# ask TOKENS: a completion through the Service by the SDK, which goes on where a worker is lost; from the head.
+ask() {
+    k exec "$(pod head)" --container ray-head -- python -c "
+from triforce_core.client import TriForceClient
+with TriForceClient('$RELEASE-serve-svc:9000', timeout_s=600) as client:
+    print(repr(client.generate('def fibonacci(n):', max_tokens=$1, temperature=0, ignore_eos=True).text))"
+}
+
+answers() { ask 16; }
+
+# A change of all pods: another cluster takes over, and no request fails meanwhile.
+upgrade_under_load() {
+    local before asked=0
+    before=$(cluster)
+    upgrade --set 'env[0].name=TRIFORCE_CHECK' --set-string 'env[0].value=1' || return 1
+    until [ "$(cluster)" != "$before" ]; do
+        ask 4 >/dev/null || { echo "a request failed after $asked" >&2 && return 1; }
+        asked=$((asked + 1))
+    done
+    echo "$asked requests, none failed; $(cluster) in place of $before"
+    answers
+}
+
+kill_under_stream() {
+    local whole cut
+    whole=$(ask 400) || return 1
+    cut=$(mktemp)
+    ask 400 >"$cut" &
+    local stream=$!
+    sleep 2
+    k delete pod "$(pod worker)" --grace-period=0 --force
+    wait "$stream" || { echo "the stream was lost" >&2 && return 1; }
+    [ "$(cat "$cut")" = "$whole" ] || { echo "the stream's text is another: $(cat "$cut")" >&2 && return 1; }
+    rm "$cut"
+    until_true answers
+}
+
+two_workers() {
+    local found
+    found=$(k get pods --selector "ray.io/cluster=$(cluster),ray.io/node-type=worker" --output \
+        'jsonpath={range .items[*]}{.status.conditions[?(@.type=="Ready")].status}{"\n"}{end}')
+    [ "$(grep -c True <<<"$found")" -ge 2 ]
+}
+
+scale() {
+    upgrade --set settings.server.replicas.min=2 --set settings.server.replicas.max=2 || return 1
+    until_true two_workers
+    answers
+}
+
+diagnose() {
+    k get rayservices,rayclusters,pods --output wide
+    k get events --sort-by .lastTimestamp | tail -n 20
+    k logs --selector "app.kubernetes.io/instance=$RELEASE" --container ray-head --tail 40
+}
+
+check() {
+    step 30 operator_is_there "KubeRay's operator is there" || return
+    step 30 nothing_is_there "nothing of this name is there" || return
+    step 180 install "install" || return
+    step 1800 ready "ready" || return
+    step 300 helm_test "helm test" || return
+    step 120 answers "a completion through the Service" || return
+    step 1800 upgrade_under_load "an upgrade under load"
+    step 900 kill_under_stream "a worker killed under a stream"
+    step 1800 scale "two replicas"
+}
+
+if [ -n "$one_step" ]; then
+    "$one_step"
+    exit
+fi
+check
+[ "$failed" = 0 ] || timeout 60 "$0" --step diagnose "${given[@]}" 2>&1
+if [[ " ${summary[*]} " == *" install"* ]] && { [ "$failed" = 0 ] || [ "${KEEP:-0}" != 1 ]; }; then
+    step 300 uninstall "uninstall"
+    step 600 gone "nothing is left"
+fi
+printf '%s\n' "" "${summary[@]}"
+exit "$failed"

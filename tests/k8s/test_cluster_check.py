@@ -1,0 +1,120 @@
+"""scripts/cluster_check.sh against programs in place of kubectl and helm, which keep a cluster's state in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "cluster_check.sh"
+STEPS = ["KubeRay's operator is there", "nothing of this name is there", "install", "ready", "helm test",
+         "a completion through the Service", "an upgrade under load", "a worker killed under a stream", "two replicas",
+         "uninstall", "nothing is left"]  # fmt: skip
+
+# A cluster whose pods are replaced two seconds after an upgrade. WRONG says what goes wrong in it.
+PROGRAM = f"""#!{sys.executable}
+import json, os, pathlib, sys, time
+file = pathlib.Path(os.environ["STATE"])
+state = json.loads(file.read_text()) if file.exists() else {{"installed": False, "at": 0, "upgrades": 0, "calls": []}}
+program, words, wrong = pathlib.Path(sys.argv[0]).name, sys.argv[1:], os.environ["WRONG"]
+words = words[2:] if words[0] == "--namespace" else words
+line = " ".join(words)
+state["calls"].append(f"{{program}} {{line}}")
+status = 0
+if program == "helm":
+    if words[0] == "install":
+        state.update(installed=True, workers=1)
+    elif words[0] == "upgrade":
+        state.update(at=time.time() + 2, upgrades=state["upgrades"] + 1)
+        state["workers"] = 2 if "replicas.min=2" in line and wrong != "scale" else 1
+    elif words[0] == "uninstall":
+        state["installed"] = False
+    elif wrong == "test":
+        status = 1
+elif words[0] == "get" and "customresourcedefinition" in line:
+    status = int(wrong == "operator")
+elif words[0] == "get" and words[1] == "rayservice":
+    print(f"check-{{state['upgrades'] - (time.time() < state['at'])}}", end="")
+elif words[0] == "get" and "node-type=head" in line:
+    print("head", end="")
+elif words[0] == "get" and "node-type=worker" in line:
+    print("True\\n" * state["workers"] if "Ready" in line else "worker")
+elif words[0] == "get" and "--selector" in words:
+    if state["installed"] or (wrong == "left" and any("uninstall" in each for each in state["calls"])):
+        print("pod/some")
+elif words[0] == "wait" and wrong == "hang":
+    time.sleep(60)
+elif words[0] == "exec":
+    killed = any("delete pod" in each for each in state["calls"])
+    long = "max_tokens=400" in line
+    file.write_text(json.dumps(state))
+    time.sleep(3 if long else 0.1)
+    state = json.loads(file.read_text())
+    now = any("delete pod" in each for each in state["calls"])
+    status = int(wrong == "load" and time.time() < state["at"])
+    print("'other'" if wrong == "stream" and now and not killed else "'text'")
+file.write_text(json.dumps(state))
+sys.exit(status)
+"""
+
+
+def check(folder: Path, wrong: str, *arguments: str, **variables: str) -> tuple[int, dict[str, str], list[str]]:
+    """The script's exit status, the result of each step, and the calls of both programs."""
+    for name in ("kubectl", "helm"):
+        (folder / name).write_text(PROGRAM)
+        (folder / name).chmod(0o755)
+    given = {"PATH": f"{folder}:{os.environ['PATH']}", "STATE": str(folder / "state"), "WRONG": wrong, **variables}
+    done = subprocess.run([SCRIPT, *arguments], env=given, capture_output=True, text=True, timeout=200, check=False)
+    lines = re.findall(r"^(passed|FAILED) +\d+ s  (.*)$", done.stdout, re.MULTILINE)
+    results = {name: result for result, name in lines}
+    assert results, done.stdout + done.stderr
+    return done.returncode, results, json.loads((folder / "state").read_text())["calls"]
+
+
+def test_every_step_passes_in_a_cluster_that_works(tmp_path: Path) -> None:
+    status, results, calls = check(tmp_path, "nothing", "--set", "image.repository=here/triforce serve")
+    assert (status, results) == (0, dict.fromkeys(STEPS, "passed"))
+    changes = [each for each in calls if each.startswith(("helm install", "helm upgrade"))]
+    assert len(changes) == 3
+    assert all("image.repository=here/triforce serve" in each for each in changes)
+    [deleted] = [each for each in calls if "delete" in each]
+    assert deleted.startswith("kubectl delete pod worker --grace-period=0")
+
+
+FOUND = {
+    "operator": (["KubeRay's operator is there"], STEPS[1:]),
+    "test": (["helm test"], STEPS[5:9]),
+    "load": (["an upgrade under load"], []),
+    "stream": (["a worker killed under a stream"], []),
+    "scale": (["two replicas"], []),
+    "left": (["nothing is left"], []),
+    "hang": (["ready"], STEPS[4:9]),
+}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [pytest.param(each, marks=[pytest.mark.slow] if each in ("scale", "left", "hang") else []) for each in FOUND],
+)
+def test_what_goes_wrong_is_found_in_time_and_all_is_removed_again(wrong: str, tmp_path: Path) -> None:
+    expected, left_out = FOUND[wrong]
+    began = time.monotonic()
+    status, results, calls = check(tmp_path, wrong, LIMIT="12")
+    assert status == 1
+    assert [name for name, result in results.items() if result == "FAILED"] == expected
+    assert results.keys() == set(STEPS) - set(left_out)
+    assert ("helm uninstall" in " ".join(calls)) == (wrong != "operator")
+    assert time.monotonic() - began < 60
+
+
+def test_what_is_there_already_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text(json.dumps({"installed": True, "at": 0, "upgrades": 0, "workers": 1, "calls": []}))
+    status, results, calls = check(tmp_path, "nothing")
+    assert (status, results["nothing of this name is there"]) == (1, "FAILED")
+    assert not [each for each in calls if each.startswith("helm")]
