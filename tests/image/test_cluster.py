@@ -1,5 +1,5 @@
-"""The chart's cpu-demo as KubeRay would run it, with containers for pods: Ray's head and a worker, each behind its front,
-with KubeRay's commands, environment, limits and token. Then what an operator does: a test, a kill, a drain, the end.
+"""The chart's cpu-demo as KubeRay would run it, with containers for pods: Ray's head and a worker, each behind its
+front, with KubeRay's commands, environment, limits and token. Then a test, a kill, a drain, the end.
 """
 
 from __future__ import annotations
@@ -37,16 +37,13 @@ class Pod:
 
     def options(self, container: dict[str, Any], memory: str) -> list[str]:
         limits = container["resources"]["limits"]
+        size = memory.removesuffix("i").lower()
+        options = ["--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
         # KubeRay lets shared memory grow to the limit of memory.
-        options = [
-            "--read-only",
-            "--cap-drop=ALL",
-            "--security-opt=no-new-privileges",
-            f"--shm-size={memory.lower()[0]}g",
-        ]
-        options += [f"--memory={memory.lower()[0]}g", f"--cpus={limits['cpu']}", f"--volume={self.name}-tmp:/tmp"]
+        options += [f"--memory={size}", f"--shm-size={size}", f"--cpus={limits['cpu']}"]
         given = {each["name"]: each["value"] for each in container.get("env", []) if "value" in each}
-        return [*options, "--volume=/home/triforce", *(f"--env={name}={text}" for name, text in given.items())]
+        options += [f"--volume={self.name}-tmp:/tmp", "--volume=/home/triforce"]
+        return [*options, *(f"--env={name}={text}" for name, text in given.items())]
 
     def start(self, start: str, **environment: str) -> Pod:
         spec = self.template["spec"]
@@ -54,9 +51,8 @@ class Pod:
         [ray] = spec["containers"]
         command = [*front["command"], *front["args"]]
         options = self.options(front, "1Gi")
-        self.parts = [
-            self.engine.start(f"{self.name}-front", self.image, "--network", self.network, *options, command=command)
-        ]
+        options += ["--network", self.network]
+        self.parts = [self.engine.start(f"{self.name}-front", self.image, *options, command=command)]
         options = self.options(ray, ray["resources"]["limits"]["memory"])
         kuberay = {"RAY_CLUSTER_NAME": "demo", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, **environment}
         options += ["--network", f"container:{self.name}-front", *(f"--env={k}={v}" for k, v in kuberay.items())]

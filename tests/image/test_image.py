@@ -1,4 +1,4 @@
-"""The image as Compose runs it: what it holds, that it serves, unprivileged and on a read-only root, and how it ends."""
+"""The image as Compose runs it: what it holds, that it serves, unprivileged, on a read-only root, and how it ends."""
 
 from __future__ import annotations
 

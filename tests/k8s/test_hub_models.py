@@ -1,4 +1,4 @@
-"""Models of the hub are downloaded into the claim once, by the command that the chart renders, from a hub that is ours."""
+"""Models of the hub are downloaded into the claim once, by the command that the chart renders, from a hub of ours."""
 
 from __future__ import annotations
 
