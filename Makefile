@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 # keeps no byte code and would compile again at every start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve chat test ci test-all check protos docs dist format clean
+.PHONY: serve chat test ci test-all test-image check protos docs dist format clean
 
 # Serve the demo pair: three tiers, OpenAI-compatible HTTP on port 8000.
 serve: $(INSTALLED)
@@ -33,6 +33,11 @@ ci: check
 # All tests, one at a time because some slow tests measure time.
 test-all: $(INSTALLED)
 	$(BIN)/pytest
+
+# Build the CPU image, by Docker or by buildah and podman, and run it as Compose and the chart do. docs/images.md has the
+# last result.
+test-image: $(INSTALLED)
+	$(BIN)/pytest -s -rs tests/image
 
 # Check style, types, layering, that the generated code is up to date, and that the site builds.
 check: $(INSTALLED)

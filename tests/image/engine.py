@@ -63,8 +63,11 @@ class Engine:
     def layers(self, tag: str) -> list[tuple[str, int]]:
         """The image's layers, the lowest first, and their bytes."""
         digests = json.loads(self("image", "inspect", "--format", "{{json .RootFS.Layers}}", tag))
-        lines = self("history", "--no-trunc", "--human=false", "--format", "{{.Size}}", tag).splitlines()
-        sizes = [int(each) for each in reversed(lines) if int(each)]
+        if self.name == "podman":
+            steps = [each["size"] for each in json.loads(self("history", "--format", "json", tag))]
+        else:
+            steps = [int(each) for each in self("history", "--human=false", "--format", "{{.Size}}", tag).split()]
+        sizes = [each for each in reversed(steps) if each]
         return list(zip(digests[-len(sizes) :], sizes, strict=True))
 
     def image(self, tag: str) -> dict[str, Any]:

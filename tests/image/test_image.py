@@ -52,7 +52,8 @@ def server(
     published = [f"--publish=127.0.0.1:{here}:{there}" for here, there in zip(ports, (8000, 9000), strict=True)]
     container = engine.start("triforce-test-compose", image, *as_compose(settings), *published)
     try:
-        healthy = json.loads(engine("image", "inspect", "--format", "{{json .Config.Healthcheck.Test}}", image))[1:]
+        kind, *healthy = container.inspect("{{json .Config.Healthcheck.Test}}")
+        assert kind == "CMD"
         ready_s = wait_for(lambda: container.run(*healthy).returncode == 0, 300, container.logs)
         print(f"\nhealthy after {ready_s:.0f} s")
         yield container
