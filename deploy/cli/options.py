@@ -25,7 +25,11 @@ SAMPLING_HELP = {
     "min_tokens": "nothing ends the output before it has this many tokens",
 }
 
-ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file of settings; see `triforce config`")]
+ConfigOption = Annotated[
+    Path | None,
+    # Reading it says more than Typer would.
+    typer.Option("--config", readable=False, help="YAML file of settings; see `triforce config`"),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 # The bounds are those of requests (`Limits.check`): what lies beyond is refused before models are loaded.
 SeedOption = Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="the same seed gives the same tokens")]
