@@ -5,20 +5,25 @@
 #
 #     scripts/cluster_check.sh --set image.repository=REGISTRY/triforce-serve
 #
-# Arguments go to helm after the values of cpu-demo, so other values may be given: --values FILE. While pods change there
-# are two clusters, so there must be room for three workers. Variables: RELEASE and NAMESPACE, where nothing of that name
-# may be yet; LIMIT, the seconds of every step in place of its own; KEEP=1 uninstalls nothing after a failure.
+# Arguments go to helm after the values of cpu-demo, so other values may be given: --values FILE. While one cluster
+# replaces another there must be room for two heads and three workers. Variables: RELEASE and NAMESPACE, where nothing of
+# that name may be yet; LIMIT, the seconds of every step in place of its own; KEEP=1 uninstalls nothing after a failure.
 # shellcheck disable=SC2317  # steps are called by name
 set -uo pipefail
 
 RELEASE=${RELEASE:-triforce-check}
 NAMESPACE=${NAMESPACE:-triforce-check}
-CHART=$(dirname "$0")/../k8s/triforce
+self=$(realpath "$0")
+CHART=$(dirname "$self")/../k8s/triforce
+# Old clusters go soon, so that there is room for the next.
+DEFAULTS=(--values "$CHART/examples/cpu-demo.yaml" --set settings.server.drain_timeout_s=30)
 one_step=
 [ "${1:-}" != --step ] || { one_step=$2 && shift 2; } # how this script calls itself
 given=("$@")
 failed=0
+running=
 summary=()
+trap 'kill $running; echo "interrupted; what is there stays: helm --namespace $NAMESPACE uninstall $RELEASE"; exit 130' INT
 
 k() { kubectl --namespace "$NAMESPACE" "$@"; }
 h() { helm --namespace "$NAMESPACE" "$@"; }
@@ -27,13 +32,16 @@ h() { helm --namespace "$NAMESPACE" "$@"; }
 step() {
     local limit=${LIMIT:-$1} began=$SECONDS result=passed
     echo "== $3 (at most $limit s)"
-    timeout --kill-after=10 "$limit" "$0" --step "$2" "${given[@]}" || { result=FAILED failed=1; }
+    # In the background, so that Ctrl-C reaches this script, whose trap ends the step.
+    timeout --kill-after=10 "$limit" "$self" --step "$2" "${given[@]}" </dev/null &
+    running=$!
+    wait "$running" || { result=FAILED failed=1; }
     summary+=("$(printf '%-8s %5d s  %s' "$result" $((SECONDS - began)) "$3")")
     [ "$result" = passed ]
 }
 
-# Asks every two seconds, until the time of the step is over.
-until_true() { until "$@"; do sleep 2; done; }
+# Asks every second, until the time of the step is over.
+until_true() { until "$@"; do sleep 1; done; }
 
 operator_is_there() { kubectl get customresourcedefinition rayservices.ray.io --output name; }
 
@@ -41,7 +49,8 @@ operator_is_there() { kubectl get customresourcedefinition rayservices.ray.io --
 what_is_left() {
     local kinds=rayservices,pods,services,deployments,ingresses,networkpolicies,poddisruptionbudgets
     kubectl get namespace "$NAMESPACE" --output name >/dev/null 2>&1 || return 0
-    k get "$kinds,serviceaccounts,secrets,configmaps" --selector "app.kubernetes.io/instance=$RELEASE" --output name
+    k get "$kinds,serviceaccounts,secrets,configmaps" --selector "app.kubernetes.io/instance=$RELEASE" --output name ||
+        return 1
     k get rayclusters,pods,services --selector "ray.io/originated-from-cr-name=$RELEASE" --output name
 }
 
@@ -51,11 +60,14 @@ nothing_is_there() {
     [ -z "$left" ] || { echo "there is: $left" >&2 && return 1; }
 }
 
-install() { h install "$RELEASE" "$CHART" --create-namespace --values "$CHART/examples/cpu-demo.yaml" "${given[@]}"; }
-upgrade() { h upgrade "$RELEASE" "$CHART" --values "$CHART/examples/cpu-demo.yaml" "${given[@]}" "$@"; }
+install() { h install "$RELEASE" "$CHART" --create-namespace "${DEFAULTS[@]}" "${given[@]}"; }
+upgrade() { h upgrade "$RELEASE" "$CHART" "${DEFAULTS[@]}" "${given[@]}" "$@"; }
 ready() { k wait "rayservice/$RELEASE" --for=condition=Ready --timeout=-1s; }
 helm_test() { h test "$RELEASE" --logs; }
-uninstall() { h uninstall "$RELEASE" --wait; }
+uninstall() {
+    k delete pod "$RELEASE-test" --ignore-not-found # which stays if helm's test failed
+    h uninstall "$RELEASE" --wait
+}
 gone() { until_true nothing_is_there; }
 
 # The Ray cluster that serves, and one of its running pods: head or worker.
@@ -65,40 +77,45 @@ pod() {
         --output 'jsonpath={.items[0].metadata.name}'
 }
 
-# ask TOKENS: a completion through the Service by the SDK, which goes on where a worker is lost; from the head.
+# ask TOKENS RETRIES: streams a completion through the Service by the SDK, from the head: a line for each piece of text.
 ask() {
     k exec "$(pod head)" --container ray-head -- python -c "
+from json import dumps
 from triforce_core.client import TriForceClient
-with TriForceClient('$RELEASE-serve-svc:9000', timeout_s=600) as client:
-    print(repr(client.generate('def fibonacci(n):', max_tokens=$1, temperature=0, ignore_eos=True).text))"
+with TriForceClient('$RELEASE-serve-svc:9000', timeout_s=600, retries=$2) as client:
+    for chunk in client.stream('def fibonacci(n):', max_tokens=$1, temperature=0, ignore_eos=True):
+        print(dumps(chunk.text), flush=True)"
 }
+text_of() { sed 's/^"//; s/"$//' "$1" | tr --delete '\n'; }
 
-answers() { ask 16; }
+answers() { ask 16 0; }
 
 # A change of all pods: another cluster takes over, and no request fails meanwhile.
 upgrade_under_load() {
-    local before asked=0
+    local before now asked=0
     before=$(cluster)
-    upgrade --set 'env[0].name=TRIFORCE_CHECK' --set-string 'env[0].value=1' || return 1
-    until [ "$(cluster)" != "$before" ]; do
-        ask 4 >/dev/null || { echo "a request failed after $asked" >&2 && return 1; }
+    upgrade --set-string head.annotations.checked=yes || return 1
+    until now=$(cluster) && [ -n "$now" ] && [ "$now" != "$before" ]; do
+        ask 4 0 >/dev/null || { echo "a request failed after $asked" >&2 && return 1; }
         asked=$((asked + 1))
     done
-    echo "$asked requests, none failed; $(cluster) in place of $before"
+    echo "$asked requests, none failed; $now in place of $before"
     answers
 }
 
 kill_under_stream() {
-    local whole cut
-    whole=$(ask 400) || return 1
-    cut=$(mktemp)
-    ask 400 >"$cut" &
-    local stream=$!
-    sleep 2
-    k delete pod "$(pod worker)" --grace-period=0 --force
+    local folder worker stream
+    folder=$(mktemp -d)
+    ask 2000 0 >"$folder/whole" || return 1
+    worker=$(pod worker)
+    ask 2000 1000 >"$folder/cut" &
+    stream=$!
+    until_true [ -s "$folder/cut" ]
+    k delete pod "$worker" --grace-period=0 --force
+    kill -0 "$stream" || { echo "the stream had ended before the worker did" >&2 && return 1; }
     wait "$stream" || { echo "the stream was lost" >&2 && return 1; }
-    [ "$(cat "$cut")" = "$whole" ] || { echo "the stream's text is another: $(cat "$cut")" >&2 && return 1; }
-    rm "$cut"
+    [ "$(text_of "$folder/cut")" = "$(text_of "$folder/whole")" ] || { echo "the stream's text is another" >&2 && return 1; }
+    rm -r "$folder"
     until_true answers
 }
 
@@ -109,7 +126,14 @@ two_workers() {
     [ "$(grep -c True <<<"$found")" -ge 2 ]
 }
 
+one_cluster() {
+    local found
+    found=$(k get rayclusters --selector "ray.io/originated-from-cr-name=$RELEASE" --output name)
+    [ "$(grep -c . <<<"$found")" = 1 ]
+}
+
 scale() {
+    until_true one_cluster
     upgrade --set settings.server.replicas.min=2 --set settings.server.replicas.max=2 || return 1
     until_true two_workers
     answers
@@ -118,7 +142,9 @@ scale() {
 diagnose() {
     k get rayservices,rayclusters,pods --output wide
     k get events --sort-by .lastTimestamp | tail -n 20
-    k logs --selector "app.kubernetes.io/instance=$RELEASE" --container ray-head --tail 40
+    for kind in head worker; do
+        k logs --selector "ray.io/node-type=$kind" --container "ray-$kind" --prefix --tail 40
+    done
 }
 
 check() {
@@ -138,7 +164,7 @@ if [ -n "$one_step" ]; then
     exit
 fi
 check
-[ "$failed" = 0 ] || timeout 60 "$0" --step diagnose "${given[@]}" 2>&1
+[ "$failed" = 0 ] || timeout 60 "$self" --step diagnose "${given[@]}" 2>&1
 if [[ " ${summary[*]} " == *" install"* ]] && { [ "$failed" = 0 ] || [ "${KEEP:-0}" != 1 ]; }; then
     step 300 uninstall "uninstall"
     step 600 gone "nothing is left"

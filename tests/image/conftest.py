@@ -31,8 +31,8 @@ def engine() -> Engine:
 @pytest.fixture(scope="session")
 def image(engine: Engine) -> str:
     seconds = engine.build(TAG, REPOSITORY, "--build-arg", "VARIANT=cpu")
-    layers = engine.layers(TAG)
-    print(f"\nbuilt by {engine.name} in {seconds:.0f} s, layers in MB: {[round(size / 1e6) for _, size in layers]}")
+    layers = [round(size / 1e6, 1) for size in engine.layers(TAG).values()]
+    print(f"\nbuilt by {engine.name} in {seconds:.0f} s, layers in MB: {layers}")
     return TAG
 
 

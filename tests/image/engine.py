@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import tarfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,15 +61,17 @@ class Engine:
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
         return time.monotonic() - began
 
-    def layers(self, tag: str) -> list[tuple[str, int]]:
-        """The image's layers, the lowest first, and their bytes."""
-        digests = json.loads(self("image", "inspect", "--format", "{{json .RootFS.Layers}}", tag))
-        if self.name == "podman":
-            steps = [each["size"] for each in json.loads(self("history", "--format", "json", tag))]
-        else:
-            steps = [int(each) for each in self("history", "--human=false", "--format", "{{.Size}}", tag).split()]
-        sizes = [each for each in reversed(steps) if each]
-        return list(zip(digests[-len(sizes) :], sizes, strict=True))
+    def layers(self, tag: str) -> dict[str, int]:
+        """The bytes of each of the image's layers, by the layer's name, the lowest first."""
+        sizes, manifest = dict[str, int](), ""
+        saving = subprocess.Popen([self.name, "save", tag], stdout=subprocess.PIPE)
+        with saving, tarfile.open(fileobj=saving.stdout, mode="r|") as saved:
+            for member in saved:
+                sizes[member.name] = member.size
+                if member.name == "manifest.json":
+                    manifest = str(saved.extractfile(member).read(), "utf-8")  # type: ignore[union-attr]
+        [described] = json.loads(manifest)
+        return {layer: sizes[layer] for layer in described["Layers"]}
 
     def image(self, tag: str) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(self("image", "inspect", "--format", "{{json .Config}}", tag))

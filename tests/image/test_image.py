@@ -146,7 +146,7 @@ def test_a_change_of_code_is_a_small_layer(engine: Engine, image: str, tmp_path:
     with (copy / "deploy/app.py").open("a") as code:
         code.write("\n# changed\n")
     seconds = engine.build(f"{image}-changed", copy, "--build-arg", "VARIANT=cpu")
-    present = dict(engine.layers(image))
-    changed = [size for digest, size in engine.layers(f"{image}-changed") if digest not in present]
+    present = engine.layers(image)
+    changed = [size for layer, size in engine.layers(f"{image}-changed").items() if layer not in present]
     print(f"\nafter a change built again in {seconds:.0f} s, new layers in MB: {[size / 1e6 for size in changed]}")
     assert 0 < sum(changed) <= 10e6

@@ -341,6 +341,18 @@ def test_variables_that_are_given_are_those_of_all_pods(tmp_path: Path) -> None:
     assert not [name for name in environment(pod_templates(rendered(EXAMPLES[0]))["head"]) if "OTEL" in name]
 
 
+@each_example
+def test_a_variable_that_is_given_takes_the_place_of_the_chart_s(values: Path) -> None:
+    """Kubernetes refuses two of the same name in a RayService."""
+    given = "env[0].name=HF_HUB_OFFLINE,env[1].name=RAY_SERVE_ENABLE_HA_PROXY,env[2].name=HF_TOKEN"
+    numbers = "env[0].value=0,env[1].value=0,env[2].value=x"
+    more = ("--set", given, "--set-string", numbers, "--set", "settings.target.model=org/name,models.claim.name=")
+    for pod in pod_templates(rendered(values, *more, "--set", "models.claim.size=9Gi")).values():
+        names = [each["name"] for each in pod["spec"]["containers"][0]["env"]]
+        assert len(names) == len(set(names))
+        assert environment(pod)["HF_HUB_OFFLINE"] == environment(pod)["RAY_SERVE_ENABLE_HA_PROXY"] == "0"
+
+
 def seen_by_kuberay(values: Path, *more: str) -> dict[str, Any]:
     """What KubeRay compares when it decides whether pods must change: the cluster without the numbers of its pods."""
     cluster: dict[str, Any] = rayservice(rendered(values, *more))["spec"]["rayClusterConfig"]
@@ -382,6 +394,8 @@ def test_the_demo_fits_a_node_of_two_cores() -> None:
 def test_grpc_is_http_2_from_end_to_end(tmp_path: Path) -> None:
     values = tmp_path / "values.yaml"
     given: dict[str, Any] = {"ingress": {"host": "a.example", "grpcHost": "b.example", "tlsSecret": "edge"}}
+    without = of_kind(rendered(None, "--set", "ingress.host=a.example,ingress.grpcHost=b.example"), "Ingress")
+    assert [each["spec"].get("tls") for each in without] == [None, [{"hosts": ["b.example"]}]]
     key = "nginx.ingress.kubernetes.io/backend-protocol"
     for secret, spoken, protocol in (("", ["HTTP", "GRPC"], "kubernetes.io/h2c"), ("pods", ["HTTPS", "GRPCS"], None)):
         values.write_text(yaml.safe_dump(given | {"tlsSecret": secret}))
@@ -428,7 +442,6 @@ def test_volumes_and_containers_that_are_given_are_in_all_pods_of_ray() -> None:
 
 
 WRONG = {
-    "ingress without TLS": ("ingress: {host: a.b, grpcHost: c.d}", "ingress.grpcHost: needs ingress.tlsSecret"),
     "two Redis": ('redis: {create: true, address: "a:6379"}', "redis.address"),
     "extraVolumes": ("extraVolumes: [{emptyDir: {}}]", "extraVolumes"),
     "initContainers": ("initContainers: [{image: x}]", "initContainers"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -45,20 +47,22 @@ elif words[0] == "get" and "node-type=head" in line:
     print("head", end="")
 elif words[0] == "get" and "node-type=worker" in line:
     print("True\\n" * state["workers"] if "Ready" in line else "worker")
+elif words[0] == "get" and words[1] == "rayclusters" and "wide" not in words and state["installed"]:
+    print("raycluster/one")
 elif words[0] == "get" and "--selector" in words:
     if state["installed"] or (wrong == "left" and any("uninstall" in each for each in state["calls"])):
         print("pod/some")
 elif words[0] == "wait" and wrong == "hang":
     time.sleep(60)
 elif words[0] == "exec":
-    killed = any("delete pod" in each for each in state["calls"])
-    long = "max_tokens=400" in line
+    long = "max_tokens=2000" in line
+    print('"a te"', flush=True)
     file.write_text(json.dumps(state))
-    time.sleep(3 if long else 0.1)
+    time.sleep(3 if long and wrong != "early" else 0.1)
     state = json.loads(file.read_text())
-    now = any("delete pod" in each for each in state["calls"])
+    resumed = "retries=1000" in line
     status = int(wrong == "load" and "max_tokens=4," in line)
-    print("'other'" if wrong == "stream" and now and not killed else "'text'")
+    print('"xt"\\n""' if resumed and wrong != "stream" else '"xt"' if not resumed else '"xts"')
 file.write_text(json.dumps(state))
 sys.exit(status)
 """
@@ -77,14 +81,21 @@ def check(folder: Path, wrong: str, *arguments: str, **variables: str) -> tuple[
     return done.returncode, results, json.loads((folder / "state").read_text())["calls"]
 
 
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
+def test_shellcheck_finds_nothing() -> None:
+    done = subprocess.run(["shellcheck", SCRIPT], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
 def test_every_step_passes_in_a_cluster_that_works(tmp_path: Path) -> None:
     status, results, calls = check(tmp_path, "nothing", "--set", "image.repository=here/triforce serve")
     assert (status, results) == (0, dict.fromkeys(STEPS, "passed"))
     changes = [each for each in calls if each.startswith(("helm install", "helm upgrade"))]
     assert len(changes) == 3
     assert all("image.repository=here/triforce serve" in each for each in changes)
-    [deleted] = [each for each in calls if "delete" in each]
-    assert deleted.startswith("kubectl delete pod worker --grace-period=0")
+    deleted = [each for each in calls if "delete" in each]
+    assert deleted[0].startswith("kubectl delete pod worker --grace-period=0")
+    assert deleted[1:] == ["kubectl delete pod triforce-check-test --ignore-not-found"]
 
 
 FOUND = {
@@ -92,6 +103,7 @@ FOUND = {
     "test": (["helm test"], STEPS[5:9]),
     "load": (["an upgrade under load"], []),
     "stream": (["a worker killed under a stream"], []),
+    "early": (["a worker killed under a stream"], []),
     "scale": (["two replicas"], []),
     "left": (["nothing is left"], []),
     "hang": (["ready"], STEPS[4:9]),
@@ -111,6 +123,21 @@ def test_what_goes_wrong_is_found_in_time_and_all_is_removed_again(wrong: str, t
     assert results.keys() == set(STEPS) - set(left_out)
     assert ("helm uninstall" in " ".join(calls)) == (wrong != "operator")
     assert time.monotonic() - began < 60
+
+
+def test_an_interrupt_ends_it(tmp_path: Path) -> None:
+    for name in ("kubectl", "helm"):
+        (tmp_path / name).write_text(PROGRAM)
+        (tmp_path / name).chmod(0o755)
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "STATE": str(tmp_path / "state"), "WRONG": "hang"}
+    with subprocess.Popen([SCRIPT], env=given, stdout=subprocess.PIPE, text=True, start_new_session=True) as running:
+        assert running.stdout is not None
+        lines = iter(running.stdout)
+        assert any(line.startswith("== ready") for line in lines)
+        time.sleep(0.5)
+        os.killpg(running.pid, signal.SIGINT)
+        assert "interrupted" in "".join(lines)
+        assert running.wait(5) == 130
 
 
 def test_what_is_there_already_is_left_alone(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def templates(folder: Path, **given: Any) -> dict[str, dict[str, Any]]:
 
 def test_the_head_downloads_what_is_loaded_once_and_the_others_find_it(hub: Hub, tmp_path: Path) -> None:
     settings = {"target": {"model": "org/small"}, "draft": {"model": "org/small"}}
-    pods = templates(tmp_path, settings=settings, models={"claim": {"name": "models"}})
+    pods = templates(tmp_path, settings=settings, models={"claim": {"size": "9Gi"}})
     [download] = [each for each in pods["head"]["spec"]["initContainers"] if each["name"] == "download-models"]
     assert {"name": "models", "mountPath": "/models"} in download["volumeMounts"]
     [named] = download["env"]
@@ -114,11 +114,24 @@ def test_the_head_downloads_what_is_loaded_once_and_the_others_find_it(hub: Hub,
         assert Path(found.stdout.strip()).exists(), found.stdout + found.stderr
 
 
+def test_every_model_of_the_settings_that_is_an_id_of_the_hub_is_downloaded(tmp_path: Path) -> None:
+    settings = {"target": {"model": "org/a"}, "retrieval": {"model": "b"}, "draft": {"model": "ngram"}}
+    pods = templates(tmp_path, settings=settings, models={"claim": {"size": "9Gi"}})
+    [download] = [each for each in pods["head"]["spec"]["initContainers"] if each["name"] == "download-models"]
+    assert download["command"][4:] == ["org/a", "b"]
+
+
 @pytest.mark.parametrize(
     ("target", "models"),
-    [("/models/large", {"claim": {"name": "models"}}), ("org/large", {}), ("demo", {"claim": {"size": "9Gi"}})],
+    [
+        ("/models/large", {"claim": {"size": "9Gi"}}),
+        ("/models/a.gguf", {"claim": {"size": "9Gi"}}),
+        ("org/large", {}),
+        ("org/large", {"claim": {"name": "mine"}}),
+        ("demo", {"claim": {"size": "9Gi"}}),
+    ],
 )
-def test_nothing_is_downloaded_where_no_model_is_the_hub_s_or_there_is_no_claim(
+def test_nothing_is_downloaded_where_no_model_is_the_hub_s_or_there_is_no_claim_of_ours(
     target: str, models: dict[str, Any], tmp_path: Path
 ) -> None:
     for pod in templates(tmp_path, settings={"target": {"model": target}}, models=models).values():

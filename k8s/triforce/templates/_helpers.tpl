@@ -49,19 +49,19 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- if $claim.name }}{{ $claim.name }}{{ else if $claim.size }}{{ include "triforce.name" . }}-models{{ end -}}
 {{- end -}}
 
-{{/* The models that are names on the hub, as in files.resolve of triforce_core/models: a JSON list. */}}
+{{/* The models that are ids of the hub, as in `resolve` of triforce_core/models/files.py: a JSON list. */}}
 {{- define "triforce.hubModels" -}}
 {{- $models := list -}}
-{{- range $tier := list "target" "draft" -}}
+{{- range $tier := list "target" "retrieval" "draft" -}}
   {{- $model := (get $.Values.settings $tier | default dict).model | default "demo" -}}
-  {{- if and (contains "/" $model) (not (regexMatch "^[/.~]" $model)) }}{{ $models = append $models $model }}{{ end -}}
+  {{- if not (or (has $model (list "demo" "smollm2" "ngram")) (regexMatch "^[/.~]|[.]gguf$" $model)) }}{{ $models = append $models $model }}{{ end -}}
 {{- end -}}
 {{- toJson (uniq $models) -}}
 {{- end -}}
 
-{{/* Where the models of the hub are in the claim; empty: each pod downloads them. */}}
+{{/* Where the models of the hub are in a claim of ours; empty: each pod downloads them. */}}
 {{- define "triforce.hubCache" -}}
-{{- if and (include "triforce.claim" .) (ne (include "triforce.hubModels" .) "[]") }}/models/hub{{ end -}}
+{{- if and .Values.models.claim.size (ne (include "triforce.hubModels" .) "[]") }}/models/hub{{ end -}}
 {{- end -}}
 
 {{/* The seconds that requests have to finish: server.drain_s of the settings. */}}
@@ -182,18 +182,21 @@ the names of kinds are known only from a real one. Older versions of Helm find n
   {{- end -}}
 {{- end -}}
 {{- $in := .Release.Namespace -}}
-{{- if lookup "v1" "ServiceAccount" $in "default" -}}
-  {{- $monitor := (.Values.podMonitor.authorization | default dict).credentials | default dict -}}
-  {{- range $needed := list
-      (list "apiKeysSecret" .Values.apiKeysSecret "api_keys")
-      (list "tlsSecret" .Values.tlsSecret "tls.crt")
-      (list "rayTokenSecret" .Values.rayTokenSecret "auth_token")
-      (list "models.hub.tokenSecret" .Values.models.hub.tokenSecret .Values.models.hub.tokenKey)
-      (list "redis.passwordSecret" .Values.redis.passwordSecret .Values.redis.passwordKey)
-      (list "podMonitor.authorization" (ternary $monitor.name "" .Values.podMonitor.enabled) $monitor.key) -}}
-    {{- $secret := index $needed 1 -}}
-    {{- if and $secret (not (hasKey ((lookup "v1" "Secret" $in $secret).data | default dict) (index $needed 2))) -}}
-    {{- fail (printf "%s: namespace %s has no secret %q with a key %q" (index $needed 0) $in $secret (index $needed 2)) -}}
+{{- $monitor := (.Values.podMonitor.authorization | default dict).credentials | default dict -}}
+{{- $secrets := list
+    (list "apiKeysSecret" .Values.apiKeysSecret "api_keys")
+    (list "tlsSecret" .Values.tlsSecret "tls.crt")
+    (list "rayTokenSecret" .Values.rayTokenSecret "auth_token")
+    (list "models.hub.tokenSecret" .Values.models.hub.tokenSecret .Values.models.hub.tokenKey)
+    (list "redis.passwordSecret" .Values.redis.passwordSecret .Values.redis.passwordKey)
+    (list "podMonitor.authorization" (ternary $monitor.name "" .Values.podMonitor.enabled) $monitor.key) -}}
+{{- $named := list .Values.models.claim.name -}}
+{{- range $secrets }}{{ $named = append $named (index . 1) }}{{ end -}}
+{{- /* Every namespace that exists has this account. Where nothing is named, no right to look is needed. */}}
+{{- if and (compact $named) (lookup "v1" "ServiceAccount" $in "default") -}}
+  {{- range $secrets -}}
+    {{- if and (index . 1) (not (hasKey ((lookup "v1" "Secret" $in (index . 1)).data | default dict) (index . 2))) -}}
+    {{- fail (printf "%s: namespace %s has no secret %q with a key %q" (index . 0) $in (index . 1) (index . 2)) -}}
     {{- end -}}
   {{- end -}}
   {{- with .Values.models.claim.name -}}
@@ -260,9 +263,6 @@ the names of kinds are known only from a real one. Older versions of Helm find n
 {{- end -}}
 {{- if and .Values.ingress.grpcHost (eq .Values.ingress.grpcHost .Values.ingress.host) -}}
 {{- fail "ingress.grpcHost: must not be ingress.host" -}}
-{{- end -}}
-{{- if and .Values.ingress.grpcHost (not .Values.ingress.tlsSecret) -}}
-{{- fail "ingress.grpcHost: needs ingress.tlsSecret, because ingress controllers speak HTTP/2 over TLS alone" -}}
 {{- end -}}
 {{- if and .Values.redis.create .Values.redis.address -}}
 {{- fail "redis.address: must be empty where redis.create is true" -}}

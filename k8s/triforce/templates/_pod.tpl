@@ -87,6 +87,9 @@ spec:
         {{- end }}
       env:
         {{- include "triforce.hubEnv" $root | trim | nindent 8 }}
+        {{- with $values.env }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
       resources:
         requests: {cpu: 100m, memory: 1Gi}
         limits: {cpu: "2", memory: 1Gi}
@@ -123,7 +126,16 @@ spec:
       image: {{ include "triforce.image" $root | quote }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       securityContext: {{- include "triforce.restricted" . | nindent 8 }}
-      env: {{- include "triforce.env" $root | nindent 8 }}
+      env:
+        {{- $own := list }}{{ range $values.env }}{{ $own = append $own .name }}{{ end }}
+        {{- range include "triforce.env" $root | fromYamlArray }}
+        {{- if not (has .name $own) }}
+        - {{ toYaml . | nindent 10 | trim }}
+        {{- end }}
+        {{- end }}
+        {{- with $values.env }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
       ports:
         {{- if $head }}
         - {name: gcs-server, containerPort: 6379}
@@ -212,15 +224,12 @@ on which node the gateway is. Its ports are fixed, and it outlives a Ray that is
 {{- include "triforce.hubEnv" . }}
 {{- end -}}
 
-{{/* What the hub's programs and whatever else reads the environment need: models in the claim, the token, values.env. */}}
+{{/* What the hub's programs read: where the models are, and the token. */}}
 {{- define "triforce.hubEnv" -}}
 {{- with include "triforce.hubCache" . }}
 - {name: HF_HUB_CACHE, value: {{ . }}}
 {{- end }}
 {{- with .Values.models.hub.tokenSecret }}
 - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: {{ $.Values.models.hub.tokenKey | quote }}}}}
-{{- end }}
-{{- with .Values.env }}
-{{ toYaml . }}
 {{- end }}
 {{- end -}}
