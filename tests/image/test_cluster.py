@@ -143,7 +143,8 @@ def cluster(engine: Engine, image: str, network: str) -> Iterator[Cluster]:
         wait_for(made.worker.healthy, 120, made.logs)
         made.applications("PUT", json=serve_config(OBJECTS))
         seconds = wait_for(lambda: made.state() == "RUNNING", 300, made.logs)
-        print(f"\nRUNNING {seconds:.0f} s after the application was sent")
+        used = [round(pod.ray.memory() / 1e9, 2) for pod in (made.head, made.worker)]
+        print(f"\nRUNNING {seconds:.0f} s after the application was sent; GB of memory of head and worker: {used}")
         yield made
     finally:
         for each in (*made.workers, made.head):

@@ -149,4 +149,5 @@ def test_a_change_of_code_is_a_small_layer(engine: Engine, image: str, tmp_path:
     present = engine.layers(image)
     changed = [size for layer, size in engine.layers(f"{image}-changed").items() if layer not in present]
     print(f"\nafter a change built again in {seconds:.0f} s, new layers in MB: {[size / 1e6 for size in changed]}")
+    engine("rmi", f"{image}-changed")
     assert 0 < sum(changed) <= 10e6
