@@ -5,9 +5,10 @@
 #
 #     scripts/cluster_check.sh --set image.repository=REGISTRY/triforce-serve
 #
-# Arguments go to helm after the values of cpu-demo, so other values may be given: --values FILE. While one cluster
-# replaces another there must be room for two heads and three workers. Variables: RELEASE and NAMESPACE, where nothing of
-# that name may be yet; LIMIT, the seconds of every step in place of its own; KEEP=1 uninstalls nothing after a failure.
+# Arguments go to helm after the values of cpu-demo, so other values may be given, except keys, TLS, ports and names:
+# --values FILE. While one cluster replaces another there must be room for two heads and three workers. Variables:
+# RELEASE and NAMESPACE, where nothing of that name may be yet; LIMIT, the seconds of every step in place of its own;
+# KEEP=1 uninstalls nothing after a failure.
 # shellcheck disable=SC2317  # steps are called by name
 set -uo pipefail
 
@@ -23,7 +24,13 @@ given=("$@")
 failed=0
 running=
 summary=()
-trap 'kill $running; echo "interrupted; what is there stays: helm --namespace $NAMESPACE uninstall $RELEASE"; exit 130' INT
+
+interrupted() {
+    [ -z "$running" ] || kill "$running"
+    echo "interrupted; what is there stays: helm --namespace $NAMESPACE uninstall $RELEASE"
+    exit 130
+}
+trap interrupted INT TERM HUP
 
 k() { kubectl --namespace "$NAMESPACE" "$@"; }
 h() { helm --namespace "$NAMESPACE" "$@"; }
@@ -63,7 +70,7 @@ nothing_is_there() {
 install() { h install "$RELEASE" "$CHART" --create-namespace "${DEFAULTS[@]}" "${given[@]}"; }
 upgrade() { h upgrade "$RELEASE" "$CHART" "${DEFAULTS[@]}" "${given[@]}" "$@"; }
 ready() { k wait "rayservice/$RELEASE" --for=condition=Ready --timeout=-1s; }
-helm_test() { h test "$RELEASE" --logs; }
+helm_test() { h test "$RELEASE"; }
 uninstall() {
     k delete pod "$RELEASE-test" --ignore-not-found # which stays if helm's test failed
     h uninstall "$RELEASE" --wait
@@ -93,7 +100,7 @@ answers() { ask 16 0; }
 # A change of all pods: another cluster takes over, and no request fails meanwhile.
 upgrade_under_load() {
     local before now asked=0
-    before=$(cluster)
+    before=$(cluster) && [ -n "$before" ] || return 1
     upgrade --set-string head.annotations.checked=yes || return 1
     until now=$(cluster) && [ -n "$now" ] && [ "$now" != "$before" ]; do
         ask 4 0 >/dev/null || { echo "a request failed after $asked" >&2 && return 1; }
@@ -104,18 +111,22 @@ upgrade_under_load() {
 }
 
 kill_under_stream() {
-    local folder worker stream
+    local worker stream
     folder=$(mktemp -d)
+    trap 'rm -r "$folder"' EXIT
     ask 2000 0 >"$folder/whole" || return 1
-    worker=$(pod worker)
+    worker=$(pod worker) && [ -n "$worker" ] || return 1
     ask 2000 1000 >"$folder/cut" &
     stream=$!
-    until_true [ -s "$folder/cut" ]
-    k delete pod "$worker" --grace-period=0 --force
+    until [ -s "$folder/cut" ]; do
+        kill -0 "$stream" || { echo "the stream did not begin" >&2 && return 1; }
+    done
+    # Kubernetes may let a pod that is deleted by force take its time, so its processes are killed first.
+    k exec "$worker" --container ray-worker -- bash -c 'kill -KILL -1'
     kill -0 "$stream" || { echo "the stream had ended before the worker did" >&2 && return 1; }
+    k delete pod "$worker" --grace-period=0 --force || return 1
     wait "$stream" || { echo "the stream was lost" >&2 && return 1; }
-    [ "$(text_of "$folder/cut")" = "$(text_of "$folder/whole")" ] || { echo "the stream's text is another" >&2 && return 1; }
-    rm -r "$folder"
+    [ "$(text_of "$folder/cut")" = "$(text_of "$folder/whole")" ] || { echo "its text is another" >&2 && return 1; }
     until_true answers
 }
 
@@ -164,7 +175,11 @@ if [ -n "$one_step" ]; then
     exit
 fi
 check
-[ "$failed" = 0 ] || timeout 60 "$self" --step diagnose "${given[@]}" 2>&1
+if [ "$failed" = 1 ]; then
+    timeout 60 "$self" --step diagnose "${given[@]}" </dev/null 2>&1 &
+    running=$!
+    wait "$running"
+fi
 if [[ " ${summary[*]} " == *" install"* ]] && { [ "$failed" = 0 ] || [ "${KEEP:-0}" != 1 ]; }; then
     step 300 uninstall "uninstall"
     step 600 gone "nothing is left"

@@ -344,12 +344,17 @@ def test_variables_that_are_given_are_those_of_all_pods(tmp_path: Path) -> None:
 @each_example
 def test_a_variable_that_is_given_takes_the_place_of_the_chart_s(values: Path) -> None:
     """Kubernetes refuses two of the same name in a RayService."""
-    given = "env[0].name=HF_HUB_OFFLINE,env[1].name=RAY_SERVE_ENABLE_HA_PROXY,env[2].name=HF_TOKEN"
-    numbers = "env[0].value=0,env[1].value=0,env[2].value=x"
-    more = ("--set", given, "--set-string", numbers, "--set", "settings.target.model=org/name,models.claim.name=")
-    for pod in pod_templates(rendered(values, *more, "--set", "models.claim.size=9Gi")).values():
-        names = [each["name"] for each in pod["spec"]["containers"][0]["env"]]
-        assert len(names) == len(set(names))
+    own = ("HF_HUB_OFFLINE", "RAY_SERVE_ENABLE_HA_PROXY", "HF_TOKEN", "HF_HUB_CACHE")
+    given = ",".join(f"env[{index}].name={name}" for index, name in enumerate(own))
+    texts = ",".join(f"env[{index}].value=0" for index in range(len(own)))
+    model = "settings.target.model=org/name,models.hub.tokenSecret=x,models.claim.name=,models.claim.size=9Gi"
+    templates = pod_templates(rendered(values, "--set", given, "--set-string", texts, "--set", model))
+    for name, pod in templates.items():
+        containers = {each["name"]: each for each in (*pod["spec"]["initContainers"], *pod["spec"]["containers"])}
+        assert ("download-models" in containers) == (name == "head")
+        for each in containers.values():
+            names = [variable["name"] for variable in each.get("env", [])]
+            assert len(names) == len(set(names))
         assert environment(pod)["HF_HUB_OFFLINE"] == environment(pod)["RAY_SERVE_ENABLE_HA_PROXY"] == "0"
 
 

@@ -52,8 +52,13 @@ elif words[0] == "get" and words[1] == "rayclusters" and "wide" not in words and
 elif words[0] == "get" and "--selector" in words:
     if state["installed"] or (wrong == "left" and any("uninstall" in each for each in state["calls"])):
         print("pod/some")
+elif words[0] == "delete":
+    status = int(wrong == "delete" and "--force" in words)
 elif words[0] == "wait" and wrong == "hang":
     time.sleep(60)
+elif words[0] == "exec" and "kill -KILL -1" in line:
+    time.sleep(2 * (wrong == "early"))
+    status = 137
 elif words[0] == "exec":
     long = "max_tokens=2000" in line
     print('"a te"', flush=True)
@@ -104,6 +109,7 @@ FOUND = {
     "load": (["an upgrade under load"], []),
     "stream": (["a worker killed under a stream"], []),
     "early": (["a worker killed under a stream"], []),
+    "delete": (["a worker killed under a stream"], []),
     "scale": (["two replicas"], []),
     "left": (["nothing is left"], []),
     "hang": (["ready"], STEPS[4:9]),

@@ -86,10 +86,7 @@ spec:
         - {{ . | quote }}
         {{- end }}
       env:
-        {{- include "triforce.hubEnv" $root | trim | nindent 8 }}
-        {{- with $values.env }}
-        {{- toYaml . | nindent 8 }}
-        {{- end }}
+        {{- include "triforce.variables" (dict "ours" (include "triforce.hubEnv" $root) "given" $values.env) | nindent 8 }}
       resources:
         requests: {cpu: 100m, memory: 1Gi}
         limits: {cpu: "2", memory: 1Gi}
@@ -127,15 +124,7 @@ spec:
       imagePullPolicy: {{ $values.image.pullPolicy }}
       securityContext: {{- include "triforce.restricted" . | nindent 8 }}
       env:
-        {{- $own := list }}{{ range $values.env }}{{ $own = append $own .name }}{{ end }}
-        {{- range include "triforce.env" $root | fromYamlArray }}
-        {{- if not (has .name $own) }}
-        - {{ toYaml . | nindent 10 | trim }}
-        {{- end }}
-        {{- end }}
-        {{- with $values.env }}
-        {{- toYaml . | nindent 8 }}
-        {{- end }}
+        {{- include "triforce.variables" (dict "ours" (include "triforce.env" $root) "given" $values.env) | nindent 8 }}
       ports:
         {{- if $head }}
         - {name: gcs-server, containerPort: 6379}
@@ -222,6 +211,16 @@ on which node the gateway is. Its ports are fixed, and it outlives a Ray that is
 - {name: HF_HUB_OFFLINE, value: "1"}
 {{- end }}
 {{- include "triforce.hubEnv" . }}
+{{- end -}}
+
+{{/* Variables of ours, as YAML, and those that are given, which take the place of ours of the same names. */}}
+{{- define "triforce.variables" -}}
+{{- $given := .given | default list -}}
+{{- $names := list -}}
+{{- range $given }}{{ $names = append $names .name }}{{ end -}}
+{{- $kept := list -}}
+{{- range .ours | fromYamlArray }}{{ if not (has .name $names) }}{{ $kept = append $kept . }}{{ end }}{{ end -}}
+{{- concat $kept $given | toYaml -}}
 {{- end -}}
 
 {{/* What the hub's programs read: where the models are, and the token. */}}
