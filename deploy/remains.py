@@ -1,4 +1,5 @@
-"""Ends what a server that was killed would leave behind: some of Ray's processes outlive the one that started them.
+"""Ends what a server would leave behind: some of Ray's processes outlive one that is killed, and a signal may come just
+when the server starts a process.
 
 A small process waits for the end of the server, which it sees by a pipe, and then kills all processes that have the
 server's mark in their environment.
@@ -21,7 +22,7 @@ GRACE_S, PATIENCE_S = 5.0, 30.0  # for processes to end by themselves; for those
 
 @contextmanager
 def nothing_remains() -> Iterator[None]:
-    """Whatever this process starts inside the context ends soon after this process, even if that is killed."""
+    """Whatever this process starts inside the context ends with the context, or soon after this process is killed."""
     mark = os.environ[MARK] = secrets.token_hex(8)
     command = [sys.executable, "-m", __name__, mark]
     # In a session of its own, so that Ctrl-C in a terminal does not end it with the server.
@@ -47,9 +48,8 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def main(mark: str) -> None:
-    if sys.stdin.buffer.read() == DONE:
-        return
-    psutil.wait_procs(marked(mark), timeout=GRACE_S)
+    if sys.stdin.buffer.read() != DONE:
+        psutil.wait_procs(marked(mark), timeout=GRACE_S)
     end(mark)
 
 
