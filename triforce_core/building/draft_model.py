@@ -22,7 +22,8 @@ FEW_DRAFT_TOKENS = 4  # per sequence: a drafting step has one token or a tree, t
 def draft_proposer(model: PreTrainedModel, settings: Settings) -> Leaf:
     """The draft tier that runs `model`, and looks up too where it is asked to."""
     kv = heavy_hitter_kv(model, settings) if settings.draft.cache == "heavy_hitter" else streaming_kv(model, settings)
-    runner = runner_for(model, kv, settings, max(FEW_DRAFT_TOKENS, most_nodes(settings)))
+    few, ahead = max(FEW_DRAFT_TOKENS, most_nodes(settings)), settings.speculation.effective[1]
+    runner = runner_for(model, kv, settings, few, ahead=ahead)
     return Leaf(ModelProposer(runner, grammars_for(settings, model.config.vocab_size)))
 
 

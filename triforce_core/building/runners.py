@@ -18,10 +18,13 @@ from triforce_core.sampling.draw import noisiest
 from triforce_core.sampling.grammars import Grammars
 
 
-def runner_for(model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settings, few_tokens: int) -> ModelRunner:
+def runner_for(
+    model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settings, few_tokens: int, *, ahead: int = 0
+) -> ModelRunner:
     """The runner of a model and its cache, or of this rank's share of them. Where the settings ask for it and the
     machine allows it, the model runs fused kernels from now on, and passes over up to `few_tokens` tokens of each
-    sequence have constant shapes. On some CPUs the model's weights are packed.
+    sequence have constant shapes; up to `ahead` tokens of a sequence are drafted together. On some CPUs the model's
+    weights are packed.
     """
     own, kind = (kv.kv, LeadingRunner) if isinstance(kv, LeadingKV) else (kv, ModelRunner)
     if settings.device_type == "cuda":
@@ -29,7 +32,7 @@ def runner_for(model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settin
     fused = fuse(model, settings)
     if settings.device_type == "cpu" and not fused:
         pack_weights(model)
-    shaped = shaped_passes(model, own, settings, few_tokens, fused=fused)
+    shaped = shaped_passes(model, own, settings, few_tokens, fused=fused, ahead=ahead)
     drawing = fused_noisiest(settings, model.config.vocab_size, own.geometry.device) if fused else noisiest
     return kind(model, kv, threads_for(settings), shaped, drawing)
 

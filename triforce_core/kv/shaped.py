@@ -114,6 +114,10 @@ class ShapedBatch:
 
     def load(self, batch: Batch) -> None:
         """Start the one copy of all inputs of this pass to the device, without waiting. The batch must have room."""
+        self.inputs.copy_(staged(self.numbers(batch), torch.int32, self.inputs.device), non_blocking=True)
+
+    def numbers(self, batch: Batch) -> list[int]:
+        """The inputs of a pass over this batch; first the ids of its tokens."""
         tokens, queries = self.shape.tokens, self.shape.queries
         token_ids, positions, slots = [0] * tokens, [0] * tokens, [self.kv.dump_slot] * tokens
         seen = seen_of(queries, (), self.words) * self.shape.sequences
@@ -134,7 +138,7 @@ class ShapedBatch:
         numbers = [*token_ids, *positions, *slots, *sampled, *seen]
         for room, readers in zip(self.rooms, visible, strict=True):
             numbers += room.numbers(readers)
-        self.inputs.copy_(staged(numbers, torch.int32, self.inputs.device), non_blocking=True)
+        return numbers
 
     def settle(self, batch: Batch) -> None:
         """Keep results of the pass for later passes; here nothing, because the KV is already in the pool."""

@@ -43,6 +43,12 @@ class StreamingKV(FixedKV):
     def most_nodes(self) -> int:
         return self.settings.slack  # after a move of the window, no more slots are free
 
+    def room_ahead(self, sequence_id: int) -> int:
+        """How many tokens may follow the text, one after another, before the window must be moved."""
+        held = self.held[sequence_id]
+        assert isinstance(held, StreamingHeld)
+        return self.settings.capacity - self.settings.sinks + held.window_start - len(held.tokens)
+
     def new_held(self, spec: SequenceSpec, ranges: list[Range]) -> StreamingHeld:
         return StreamingHeld(spec, ranges=ranges, window_start=self.settings.sinks)
 

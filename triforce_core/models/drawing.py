@@ -57,17 +57,9 @@ class Drawer:
         values, tokens = torch.stack([best.values, best.indices.double()]).tolist()
         by_id, taken = dict[int, list[Ranked]](), 0
         for sequence_id, own in logits.items():
-            # In logits of temperature 1: dividing them by the temperature does not change whose noise differs by more.
             unit = self.runner.kv.held[sequence_id].spec.sampling.temperature or 1.0
             rows = zip(tokens[taken : taken + len(own)], values[taken : taken + len(own)], strict=True)
-            by_id[sequence_id] = [
-                [
-                    (int(token), unit * (of_all[0] - value))
-                    for token, value in zip(ids, of_all, strict=True)
-                    if value > -inf
-                ]
-                for ids, of_all in rows
-            ]
+            by_id[sequence_id] = [ranking(ids, of_all, unit) for ids, of_all in rows]
             taken += len(own)
         return by_id
 
@@ -119,6 +111,15 @@ class Drawer:
     def release(self, sequence_ids: list[int]) -> None:
         for sequence_id in sequence_ids:
             self.edits.pop(sequence_id, None)
+
+
+def ranking(tokens: list[float], perturbed: list[float], temperature: float) -> Ranked:
+    """Of tokens by falling perturbed logits, those that are not excluded.
+
+    Gaps are in logits of temperature 1: dividing them by the temperature does not change whose noise differs by more.
+    """
+    pairs = zip(tokens, perturbed, strict=True)
+    return [(int(token), temperature * (perturbed[0] - value)) for token, value in pairs if value > -inf]
 
 
 def by_sequence(logits: Tensor, rows: list[Row]) -> LogitsOf:

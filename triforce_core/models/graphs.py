@@ -4,7 +4,7 @@ each) that has room for it, or else to an ordinary pass. The eager pass runs the
 capture. docs/decisions/0015-graphs.md
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from triforce_core.kv.full import FullKV
 from triforce_core.kv.heavy_hitter import HeavyHitterKV
 from triforce_core.kv.offloaded import OffloadedKV
 from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
+from triforce_core.models.chain import Chain
 from triforce_core.models.fallback import LOWER, fall_back, ignored, out_of_memory, shortage
 from triforce_core.models.files import context_length
 from triforce_core.models.fuse import compiled, compiling, give_up
@@ -65,33 +66,43 @@ class CapturedPass:
         """`side`: the stream for warm-ups and capture. Libraries keep buffers for each stream that they have seen
         (cuBLAS 32 MiB on Hopper), so all passes of a runner share one.
         """
-        self.batch, self.graph = eager.batch, torch.cuda.CUDAGraph()
+        self.batch = eager.batch
         self.logits = logits[: eager.batch.shape.tokens]
         device = eager.batch.inputs.device
-        with torch.cuda.device(device):
-            current = torch.cuda.current_stream(device)
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UPS):
-                    eager.run()
-            current.wait_stream(side)
-            # Other threads may use the GPU meanwhile: only this thread is barred from calls that a graph cannot hold.
-            with torch.cuda.graph(self.graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-                self.logits.copy_(eager.run())
+        self.graph = graph_of(lambda: self.logits.copy_(eager.run()), pool, side, device)
 
     def run(self) -> Tensor:
         self.graph.replay()
         return self.logits.clone()
 
 
+def graph_of(
+    run: Callable[[], object], pool: Any, side: torch.cuda.Stream, device: torch.device
+) -> torch.cuda.CUDAGraph:
+    """What `run` does, captured after warm-ups, with its memory in `pool`."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device):
+        current = torch.cuda.current_stream(device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                run()
+        current.wait_stream(side)
+        # Other threads may use the GPU meanwhile: only this thread is barred from calls that a graph cannot hold.
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+            run()
+    return graph
+
+
 ShapedPass = EagerPass | CapturedPass
 
 
 class ShapedPasses:
-    """The passes of constant shape of one runner, by number of tokens."""
+    """The passes of constant shape of one runner, by number of tokens. `chains`: by number of sequences, if any."""
 
-    def __init__(self, passes: list[ShapedPass]) -> None:
+    def __init__(self, passes: list[ShapedPass], chains: list[Chain] | None = None) -> None:
         self.passes = sorted(passes, key=lambda each: each.batch.shape.tokens)
+        self.chains = sorted(chains or [], key=lambda each: each.sequences)
 
     def forward(self, batch: Batch) -> Tensor | None:
         """The sampled tokens' logits, [Σ num_sampled, vocab] float32, in the rows' order; None if no shape has room."""
@@ -103,13 +114,18 @@ class ShapedPasses:
         smallest.batch.settle(batch)
         return logits[: sum(row.num_sampled for row in batch.rows)]
 
+    def chain(self, sequences: int) -> Chain | None:
+        """The smallest with room for so many sequences."""
+        return next((each for each in self.chains if each.sequences >= sequences), None)
+
 
 def shaped_passes(
-    model: PreTrainedModel, kv: KVCache, settings: Settings, most_queries: int, *, fused: bool = False
+    model: PreTrainedModel, kv: KVCache, settings: Settings, most_queries: int, *, fused: bool = False, ahead: int = 0
 ) -> ShapedPasses | None:
     """The passes for batches of up to `max_sequences` sequences with up to `most_queries` tokens each. None if the
     settings ask for none, the cache does not support them, or with `graphs: auto` memory runs out, which the log says;
-    other values raise `InvalidValueError` then. `fused`: also compile the attention to the pass's own tokens.
+    other values raise `InvalidValueError` then. `fused`: also compile the attention to the pass's own tokens. `ahead`:
+    how many tokens of a sequence are drafted together at most; then there are chains.
     """
     capture = settings.graphs == "on" or (settings.graphs == "auto" and settings.device_type == "cuda")
     if not capture and settings.graphs != "eager":
@@ -118,7 +134,7 @@ def shaped_passes(
         ignored("graphs", settings.graphs, why)
         return None
     try:
-        return ShapedPasses(build_passes(model, kv, settings, most_queries, capture=capture, fused=fused))
+        return build_passes(model, kv, settings, most_queries, capture=capture, fused=fused, ahead=ahead)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
@@ -147,23 +163,42 @@ def unshaped(kv: KVCache, settings: Settings, most_queries: int, *, capture: boo
 
 
 def build_passes(
-    model: PreTrainedModel, kv: KVCache, settings: Settings, most_queries: int, *, capture: bool, fused: bool
-) -> list[ShapedPass]:
+    model: PreTrainedModel,
+    kv: KVCache,
+    settings: Settings,
+    most_queries: int,
+    *,
+    capture: bool,
+    fused: bool,
+    ahead: int,
+) -> ShapedPasses:
     """The passes of all shapes, captured if `capture`; arguments as for `shaped_passes`."""
     sizes, queries = doubling(settings.max_sequences), doubling(most_queries)
     eager_passes = [EagerPass(model, batch) for batch in shaped_batches(model, kv, settings, sizes, queries)]
     if fused:
         compile_joins(eager_passes, settings)
-    return captured(eager_passes, model, kv) if capture else [*eager_passes]
+    if capture:
+        return captured(eager_passes, model, kv, ahead)
+    return ShapedPasses([*eager_passes], chains([*eager_passes], model, ahead))
 
 
-def captured(eager_passes: list[EagerPass], model: PreTrainedModel, kv: KVCache) -> list[ShapedPass]:
+def chains(passes: list[ShapedPass], model: PreTrainedModel, ahead: int) -> list[Chain]:
+    """For drafts of two tokens or more: a single one is drawn after an ordinary pass."""
+    one_token = [each for each in passes if ahead > 1 and each.batch.shape.queries == 1]
+    return [Chain(each, model.config.vocab_size, ahead) for each in one_token]
+
+
+def captured(eager_passes: list[EagerPass], model: PreTrainedModel, kv: KVCache, ahead: int) -> ShapedPasses:
     """The passes as graphs, captured from the largest down, so that the smaller ones reuse its memory in the pool."""
     pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(kv.geometry.device)
     most = max(eager.batch.shape.tokens for eager in eager_passes)
     logits = torch.empty(most, model.config.vocab_size, dtype=torch.float32, device=kv.geometry.device)
     largest_first = track(eager_passes[::-1], f"capturing {len(eager_passes)} graphs", console=Console(stderr=True))
-    return [CapturedPass(eager, pool, logits, side) for eager in largest_first]
+    passes: list[ShapedPass] = [CapturedPass(eager, pool, logits, side) for eager in largest_first]
+    made = chains(passes, model, ahead)
+    for chain in made:
+        chain.graph = graph_of(chain.draw, pool, side, kv.geometry.device)
+    return ShapedPasses(passes, made)
 
 
 def compile_joins(eager_passes: list[EagerPass], settings: Settings) -> None:

@@ -7,9 +7,9 @@ temperature. It is learned from what the tier above has drawn, for all requests 
 
 from bisect import bisect_left
 
+from triforce_core.models.chain import RANKS
 from triforce_core.models.drawing import Ranked
 
-RANKS = 8
 GAPS = (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)  # edges of the classes of gaps
 # The weight of the prior chance, in tokens; by which a token reduces that of earlier ones; the same for `first_right`.
 TRUST, FADING, REMEMBERED = 4.0, 0.999, 0.98

@@ -8,12 +8,16 @@ so several drafts of it cost no exactness. The most probable tokens are drafted,
 from dataclasses import dataclass, field
 from time import perf_counter
 
+import torch
+
 from triforce_core.kv.base import NO_TREE, Batch, Forward, Lack
+from triforce_core.kv.streaming import StreamingKV
 from triforce_core.messages import Origin, Proposal, SequenceSpec, Span, Tally, Tier, Tree, Work, wait_in_turn
-from triforce_core.models.drawing import NO_TOKEN, Drawer, Ranked, by_sequence
+from triforce_core.models.chain import RANKS, Chain
+from triforce_core.models.drawing import NO_TOKEN, Drawer, LogitsOf, Ranked, by_sequence, ranking
 from triforce_core.models.runner import ModelRunner
 from triforce_core.sampling.grammars import Grammars
-from triforce_core.speculation.calibration import RANKS, Calibration
+from triforce_core.speculation.calibration import Calibration
 
 NODE = 0.125  # what one more token of a tree costs the tier above, relative to what a pass of the drafting model costs
 
@@ -64,13 +68,16 @@ class Draft:
         self.latest = [*range(first, first + len(chosen))]
         self.depth += 1
 
+    def room(self, spec: SequenceSpec) -> int:
+        """How many levels may follow, of which the verifying pass leaves one token of the text to itself."""
+        return min(self.work.lookaheads[0], spec.max_length - 1 - self.work.span.end) - self.depth
+
     def goes_on(self, spec: SequenceSpec, first_right: float) -> bool:
         """Whether another level is worth a pass of the model. `first_right`: how often its first choice is right."""
         if self.most and len(self.tree.tokens) >= self.most:
             return False
         going = [self.chances[index] for index in self.latest if self.tree.tokens[index] not in spec.stop_token_ids]
-        room = self.depth < self.work.lookaheads[0] and self.work.span.end + self.depth < spec.max_length - 1
-        return bool(going) and room and sum(going) * first_right >= self.work.least_gain
+        return bool(going) and self.room(spec) > 0 and sum(going) * first_right >= self.work.least_gain
 
     def proposal(self) -> Proposal:
         return Proposal(
@@ -109,35 +116,71 @@ class ModelProposer:
         ranked = any(draft.chooses for draft in active)
         while active:
             began = perf_counter()
-            rankings, batch = self.step([draft.forward() for draft in active], ranked=ranked)
-            this_pass = Tally(passes=1, busy_s=perf_counter() - began)
+            levels, batch = self.levels(active, ranked=ranked)
+            took = perf_counter() - began
             unfinished = []
             for draft in active:
                 sequence_id = draft.work.span.sequence_id
                 draft.lack = batch.lacking.get(sequence_id, draft.lack)
-                if sequence_id not in rankings:
+                if sequence_id not in levels:
                     continue
-                draft.tally += this_pass
-                spec, found = self.runner.kv.held[sequence_id].spec, rankings[sequence_id]
-                if not draft.chooses:  # so that its neighbours in the pass change nothing
-                    found = [ranked[:1] for ranked in found]
-                draft.extend(found, self.calibration, spec.stop_token_ids)
-                if draft.goes_on(spec, self.calibration.first_right):
+                spec, of_draft = self.runner.kv.held[sequence_id].spec, levels[sequence_id]
+                draft.tally += Tally(passes=len(of_draft), busy_s=took)
+                for found in of_draft:
+                    # One token is enough for a draft that does not choose: its neighbours in the pass change nothing.
+                    own = found if draft.chooses else [each[:1] for each in found]
+                    draft.extend(own, self.calibration, spec.stop_token_ids)
+                    if not draft.goes_on(spec, self.calibration.first_right):
+                        break
+                else:
                     unfinished.append(draft)
             active = unfinished
         self.drafted.update({draft.work.span.sequence_id: draft for draft in drafts if draft.chooses})
         return [draft.proposal() for draft in drafts]
 
-    def step(self, forwards: list[Forward], *, ranked: bool) -> tuple[dict[int, list[Ranked]], Batch]:
-        """One pass, and by sequence id, for each token whose logits were asked for, what may follow it: the most
-        probable tokens if `ranked`, else only the first.
+    def levels(self, drafts: list[Draft], *, ranked: bool) -> tuple[dict[int, list[list[Ranked]]], Batch]:
+        """One pass, and where the device needs no host for them, the next ones. By sequence id and pass, for each token
+        whose logits were asked for, what may follow it: the most probable tokens if `ranked`, else at least the first.
         """
-        logits, batch = self.runner.forward(forwards)
+        logits, batch = self.runner.forward([draft.forward() for draft in drafts])
         of_rows = by_sequence(logits, batch.rows)
+        shaped = self.runner.shaped
+        chain = shaped.chain(len(of_rows)) if shaped is not None and of_rows else None
+        wanted = self._ahead([draft for draft in drafts if draft.work.span.sequence_id in of_rows], chain)
+        if chain is not None and wanted:
+            return self._chained(chain, of_rows, wanted), batch
         if ranked:
-            return self.drawer.ranked(of_rows, RANKS), batch
+            return {i: [found] for i, found in self.drawer.ranked(of_rows, RANKS).items()}, batch
         drawn = self.drawer.draw(of_rows)
-        return {i: [[(t, 0.0)] if t != NO_TOKEN else [] for t in tokens] for i, tokens in drawn.items()}, batch
+        return {i: [[[(t, 0.0)] if t != NO_TOKEN else [] for t in tokens]] for i, tokens in drawn.items()}, batch
+
+    def _ahead(self, drafts: list[Draft], chain: Chain | None) -> dict[int, int]:
+        """By sequence id, how many tokens to draw now, the most first. Nothing if the host must see each, or if one
+        more is all that is wanted.
+        """
+        if chain is None:
+            return {}
+        kv, numbers = self.runner.kv, dict[int, int]()
+        assert isinstance(kv, StreamingKV)
+        for draft in drafts:
+            sequence_id = draft.work.span.sequence_id
+            spec = kv.held[sequence_id].spec
+            if draft.most or spec.edits_logits:
+                return {}
+            numbers[sequence_id] = max(1, min(draft.room(spec), 1 + kv.room_ahead(sequence_id), chain.most))
+        return dict(sorted(numbers.items(), key=lambda each: -each[1])) if max(numbers.values()) > 1 else {}
+
+    def _chained(self, chain: Chain, logits: LogitsOf, wanted: dict[int, int]) -> dict[int, list[list[Ranked]]]:
+        kv = self.runner.kv
+        assert isinstance(kv, StreamingKV)
+        found = chain.run(kv, torch.cat([logits[sequence_id] for sequence_id in wanted]), wanted)
+        self.runner.passes += len(found) - 1
+        levels = dict[int, list[list[Ranked]]]()
+        for row, (sequence_id, number) in enumerate(wanted.items()):
+            temperature = kv.held[sequence_id].spec.sampling.temperature or 1.0
+            steps = found[:number]
+            levels[sequence_id] = [[ranking(tokens[row], values[row], temperature)] for values, tokens in steps]
+        return levels
 
     def _learn(self, span: Span) -> None:
         """Learn from what the text has become after the latest draft, if it is as it was before it."""
