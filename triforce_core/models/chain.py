@@ -64,7 +64,7 @@ class Chain:
         inputs, self.sequences = step.batch.inputs, step.batch.shape.sequences
         device, self.size = inputs.device, inputs.numel()
         self.at = torch.zeros(1, dtype=torch.int64, device=device)  # how many tokens of each have been drawn
-        self.inputs = torch.zeros(most + 1, self.size, dtype=torch.int32, device=device)  # of each step's pass
+        self.inputs = inputs.repeat(most + 1, 1)  # of each step's pass; now of one over nothing but padding
         self.keys = torch.zeros(most, self.sequences, 2, dtype=torch.int64, device=device)
         self.limits = torch.ones(self.sequences, 4, dtype=torch.float32, device=device)
         self.logits = torch.zeros(self.sequences, vocab_size, dtype=torch.float32, device=device)

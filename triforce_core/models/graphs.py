@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from triforce_core.attention import gathered, kernel_name, ranged_for
-from triforce_core.attention.ranged import Join, joined_with_own
+from triforce_core.attention.ranged import joined_with_own
 from triforce_core.config import Settings
 from triforce_core.kv.base import Batch, KVCache
 from triforce_core.kv.fixed import FixedKV
@@ -22,7 +22,7 @@ from triforce_core.kv.full import FullKV
 from triforce_core.kv.heavy_hitter import HeavyHitterKV
 from triforce_core.kv.offloaded import OffloadedKV
 from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
-from triforce_core.models.chain import Chain
+from triforce_core.models.chain import Chain, best
 from triforce_core.models.fallback import LOWER, fall_back, ignored, out_of_memory, shortage
 from triforce_core.models.files import context_length
 from triforce_core.models.fuse import compiled, compiling, give_up
@@ -175,43 +175,44 @@ def build_passes(
     """The passes of all shapes, captured if `capture`; arguments as for `shaped_passes`."""
     sizes, queries = doubling(settings.max_sequences), doubling(most_queries)
     eager_passes = [EagerPass(model, batch) for batch in shaped_batches(model, kv, settings, sizes, queries)]
+    # For drafts of two tokens or more: a single one is drawn after an ordinary pass.
+    one_token = [each for each in eager_passes if ahead > 1 and each.batch.shape.queries == 1]
+    chains = [Chain(each, model.config.vocab_size, ahead) for each in one_token]
     if fused:
-        compile_joins(eager_passes, settings)
-    if capture:
-        return captured(eager_passes, model, kv, ahead)
-    return ShapedPasses([*eager_passes], chains([*eager_passes], model, ahead))
+        compile_parts(eager_passes, chains, settings)
+    return captured(eager_passes, chains, model, kv) if capture else ShapedPasses([*eager_passes], chains)
 
 
-def chains(passes: list[ShapedPass], model: PreTrainedModel, ahead: int) -> list[Chain]:
-    """For drafts of two tokens or more: a single one is drawn after an ordinary pass."""
-    one_token = [each for each in passes if ahead > 1 and each.batch.shape.queries == 1]
-    return [Chain(each, model.config.vocab_size, ahead) for each in one_token]
-
-
-def captured(eager_passes: list[EagerPass], model: PreTrainedModel, kv: KVCache, ahead: int) -> ShapedPasses:
+def captured(eager_passes: list[EagerPass], chains: list[Chain], model: PreTrainedModel, kv: KVCache) -> ShapedPasses:
     """The passes as graphs, captured from the largest down, so that the smaller ones reuse its memory in the pool."""
     pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(kv.geometry.device)
     most = max(eager.batch.shape.tokens for eager in eager_passes)
     logits = torch.empty(most, model.config.vocab_size, dtype=torch.float32, device=kv.geometry.device)
     largest_first = track(eager_passes[::-1], f"capturing {len(eager_passes)} graphs", console=Console(stderr=True))
-    passes: list[ShapedPass] = [CapturedPass(eager, pool, logits, side) for eager in largest_first]
-    made = chains(passes, model, ahead)
-    for chain in made:
+    passes = {eager.batch.shape: CapturedPass(eager, pool, logits, side) for eager in largest_first}
+    for chain in chains:
+        chain.step = passes[chain.step.batch.shape]
         chain.graph = graph_of(chain.draw, pool, side, kv.geometry.device)
-    return ShapedPasses(passes, made)
+    return ShapedPasses([*passes.values()], chains)
 
 
-def compile_joins(eager_passes: list[EagerPass], settings: Settings) -> None:
-    """Compile the attention to the passes' own tokens. A failure is handled as in `fuse`."""
-    join: Join = compiled(joined_with_own)
+def compile_parts(eager_passes: list[EagerPass], chains: list[Chain], settings: Settings) -> None:
+    """Compile the attention to the passes' own tokens, and the draws of chains. A failure is handled as in `fuse`."""
+    join, draw = compiled(joined_with_own), compiled(best)
     try:
         with compiling():
             for eager in eager_passes:
                 eager.batch.join = join
                 eager.run()
+            for chain in chains:
+                chain.best = draw
+                chain.draw()
+                chain.at.zero_()
     except Exception as error:  # a compiler that is broken may raise anything
         for eager in eager_passes:
             eager.batch.join = joined_with_own
+        for chain in chains:
+            chain.best = best
         give_up(settings, error)
 
 

@@ -183,10 +183,15 @@ def stages(
     runners, judged, found = runners_of(engine), lookaheads[1] + 1, dict[str, Any]()
     sequences = decoding(engine, prompts, lookaheads, GREEDY)
 
-    def stage(tier: Tier, run: Callable[[], object], tokens: int) -> dict[str, Any]:
-        return pass_figures(runners[tier], seconds(run, torch_device(settings.device)), sequences, tokens, peaks)
+    def stage(tier: Tier, run: Callable[[], object], tokens: int, passes: int = 1) -> dict[str, Any]:
+        taken_s = seconds(run, torch_device(settings.device)) / passes
+        return pass_figures(runners[tier], taken_s, sequences, tokens, peaks)
 
-    found["draft"] = stage(Tier.DRAFT, drafting(retrieval.proposer, sequences), 1)
+    def draft() -> dict[str, Any]:
+        """One step of as many as are drafted together."""
+        return stage(Tier.DRAFT, drafting(retrieval.proposer, sequences, lookaheads[1]), 1, lookaheads[1])
+
+    found["draft"] = draft()
     yield found
     step = stage(Tier.RETRIEVAL, verifying(retrieval.verifier, sequences, judged), judged)
     found["retrieval"] = step | {"roofline": 1 / step["share"]}  # of the weights and its own KV
@@ -202,7 +207,7 @@ def stages(
     yield found
     finish(engine, {sequence.request_id for sequence in sequences})
     sequences = decoding(engine, prompts, lookaheads, SamplingParams(1.0))
-    found["draft_sampled"] = stage(Tier.DRAFT, drafting(retrieval.proposer, sequences), 1)  # at temperature 1
+    found["draft_sampled"] = draft()  # at temperature 1
     yield found
     finish(engine, {sequence.request_id for sequence in sequences})
     found["prefill"] = {}

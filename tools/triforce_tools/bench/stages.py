@@ -48,9 +48,9 @@ def verifying(verifier: Verifier, sequences: list[Sequence], tokens: int) -> Cal
     return lambda: verifier.verify(claims)
 
 
-def drafting(proposer: Proposer, sequences: list[Sequence]) -> Callable[[], object]:
-    """A call that drafts one token of each sequence."""
-    work = [Work(newest(s), (1,)) for s in sequences]
+def drafting(proposer: Proposer, sequences: list[Sequence], tokens: int) -> Callable[[], object]:
+    """A call that drafts so many tokens of each sequence."""
+    work = [Work(newest(s), (tokens,)) for s in sequences]
 
     def draft() -> list[Proposal]:
         proposer.submit(work)

@@ -33,8 +33,9 @@ from triforce_core.kv.pinned import BUFFER_BYTES
 from triforce_core.kv.retrieval import RetrievalHeld, RetrievalKV
 from triforce_core.kv.selectors import SnapKV
 from triforce_core.kv.snapshot import ChunkSettings
-from triforce_core.messages import Drafting, SamplingParams, SequenceSpec, Span, Tier
+from triforce_core.messages import Drafting, Proposal, SamplingParams, SequenceSpec, Span, Tier
 from triforce_core.plans import Plan
+from triforce_core.speculation.drafting import ModelProposer
 from triforce_tools.bench import device as bench
 from triforce_tools.bench.device import DeviceWorkload, synthetic_engine
 from triforce_tools.bench.fill import fill
@@ -161,6 +162,28 @@ def test_a_cut_launches_few_operators(device: Device) -> None:
         assert sparse._install(1, held)
         assert device.launches - cut <= 16
         base = snapshot.version
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_block_of_drafts_waits_once(
+    device: Device, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three tokens were 102 launches and three waits, or 123 where they are sampled."""
+    counted, collect = list[tuple[int, int, int]](), ModelProposer.collect
+
+    def counting(proposer: ModelProposer, timeout_s: float) -> list[Proposal]:
+        before = device.launches + device.replays
+        with device.counted() as syncs:
+            proposals = collect(proposer, timeout_s)
+        counted.append((len(proposals[0].tokens), device.launches + device.replays - before, sum(syncs.values())))
+        return proposals
+
+    monkeypatch.setattr(ModelProposer, "collect", counting)
+    run(device, geometry("llama2-7b-128k"), request(sampling, 4096))
+    drafted = [each for each in counted if each[0] == 3]
+    assert len(drafted) > 5
+    assert min(launches for _, launches, _ in drafted) <= 18
+    assert {waits for *_, waits in drafted} == {1}
 
 
 @pytest.mark.ci

@@ -87,18 +87,24 @@ def test_logits_are_the_same_and_each_function_is_compiled_twice(family: str) ->
 @needs_a_compiler
 def test_passes_of_constant_shape_share_their_kernels() -> None:
     """There are sixteen shapes. Attention to the pass's own tokens is compiled for one sequence and for more, and for
-    one token and for more.
+    one token and for more; the draws of a chain for one sequence and for more.
     """
     model = random_pair(num_hidden_layers=3).ours
     kv = StreamingKV(kv_geometry(model), 8, WindowSettings(4, 200, 40), KERNELS["reference"])
     settings = FUSED.model_copy(update={"graphs": "eager", "max_sequences": 8})
-    shaped = shaped_passes(model, kv, settings, 8, fused=True)
+    shaped = shaped_passes(model, kv, settings, 8, fused=True, ahead=4)
     assert shaped is not None
     assert len(shaped.passes) == 16
-    assert num_compiled() == 4
-    plain = shaped_passes(model, kv, settings, 8)
+    assert len(shaped.chains) == 4
+    assert num_compiled() == 4 + 2
+    plain = shaped_passes(model, kv, settings, 8, ahead=4)
     assert plain is not None
     with nothing_compiles():
+        for one, other in zip(shaped.chains, plain.chains, strict=True):
+            for chain in (one, other):
+                chain.logits.copy_(torch.randn(chain.logits.shape, generator=torch.Generator().manual_seed(1)))
+                chain.draw()
+            torch.testing.assert_close(one.found, other.found)
         for fused, ordinary in zip(shaped.passes, plain.passes, strict=True):
             torch.testing.assert_close(fused.run(), ordinary.run(), atol=1e-4, rtol=1e-5)
 

@@ -128,11 +128,13 @@ def test_a_compiler_that_fails_with_attention_alone(mode: str, monkeypatch: pyte
     monkeypatch.setattr(graphs, "compiled", lambda _: broken)
     if mode == "on":
         with pytest.raises(InvalidValueError, match=r"compile: 'on' needs a compiler.*no such instruction"):
-            shaped_passes(model, kv, settings, 4, fused=True)
+            shaped_passes(model, kv, settings, 4, fused=True, ahead=2)
         return
-    shaped = shaped_passes(model, kv, settings, 4, fused=True)
+    shaped = shaped_passes(model, kv, settings, 4, fused=True, ahead=2)
     assert shaped is not None
     assert shaped.forward(kv.prepare([Forward(Span(0, 0, (1,), spec(100)), 1)])) is not None
+    for chain in shaped.chains:
+        chain.draw()
 
 
 @pytest.fixture

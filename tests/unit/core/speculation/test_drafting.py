@@ -12,8 +12,8 @@ from triforce_core.attention import KERNELS
 from triforce_core.kv.heavy_hitter import HeavyHitterKV, HeavyHitterSettings
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import GREEDY, Proposal, SamplingParams, SequenceSpec, Span, Work
-from triforce_core.models.runner import ModelRunner
 from triforce_core.models.chain import RANKS
+from triforce_core.models.runner import ModelRunner
 from triforce_core.speculation.calibration import FADING, TRUST, Calibration
 from triforce_core.speculation.drafting import NODE, ModelProposer
 
