@@ -238,12 +238,12 @@ def test_a_stream_that_just_ends_goes_on(kind: str) -> None:
             call(kind, served.address, "stream", "abc", max_tokens=9, seed=5, client={"retries": 0})
 
 
-def test_a_stream_that_a_proxy_resets_goes_on(kind: str) -> None:
-    """HAProxy's end of a stream whose server has died, in gRPC's words. A server that cancels says something else."""
-    details = "Stream removed (RST_STREAM (Received RST_STREAM with error code 8))"
+def test_a_stream_that_a_proxy_ends_goes_on(kind: str) -> None:
+    """HAProxy's two ends of a stream whose server has died, in gRPC's words. A server that cancels says other ones."""
     cancelled = Failure(grpc.StatusCode.CANCELLED, 2)
-    reset = replace(cancelled, details=details)
-    with serving(Generation(reset, reset, cancelled)) as served:
+    reset = replace(cancelled, details="Stream removed (RST_STREAM (Received RST_STREAM with error code 8))")
+    ended = Failure(grpc.StatusCode.UNKNOWN, 2, details="Stream removed (Data frame with END_STREAM flag received)")
+    with serving(Generation(reset, ended, cancelled)) as served:
         chunks = call(kind, served.address, "stream", "abc", max_tokens=4, seed=5, client={"retries": 2})
         assert (tokens_of(chunks), text_of(chunks)) == expected("abc", 5, 4)
         with pytest.raises(CallCancelledError):
