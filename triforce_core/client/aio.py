@@ -11,7 +11,7 @@ import grpc
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.client.calls import CHANNEL_OPTIONS, GENERATION, Call, Client, Result
-from triforce_core.client.errors import REMOVED, broken_off, client_closed, from_rpc_error, typed_if
+from triforce_core.client.errors import CUT_OFF, broken_off, client_closed, from_rpc_error, typed_if
 from triforce_core.client.progress import Progress
 from triforce_core.client.request import CallArguments, Message, chat_messages
 from triforce_core.client.results import Chunk, Completion, Model
@@ -148,7 +148,7 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
                     raise
                 if self._closed.is_set():
                     break
-                if REMOVED not in (await self._call.details() or ""):
+                if CUT_OFF[grpc.StatusCode.CANCELLED] not in (await self._call.details() or ""):
                     raise client_closed() from None
                 if self._progress.ended:
                     break

@@ -73,9 +73,8 @@ ERROR_OF_STATUS: dict[grpc.StatusCode, type[CallError]] = {
 }
 # What Ray Serve's proxy answers, with the status INTERNAL, when the gateway has died or cannot be reached.
 GONE = re.compile(r"\b[Aa]ctor (has )?(died|is dead|is unavailable|was killed)|Actor(Died|Unavailable)Error")
-# gRPC's own words where a proxy resets or ends a stream because the server behind it has gone; the status is CANCELLED
-# or UNKNOWN.
-REMOVED = "Stream removed"
+# In gRPC's own words, how a proxy ends a stream because the server behind it has gone.
+CUT_OFF = {grpc.StatusCode.CANCELLED: "RST_STREAM", grpc.StatusCode.UNKNOWN: "END_STREAM"}
 TOO_LONG = "message larger than max"  # part of gRPC's own message when it refuses to receive or send a message
 
 
@@ -105,7 +104,7 @@ def from_rpc_error(error: grpc.RpcError) -> CallError:
     kind = ERROR_OF_STATUS.get(code, ServerError)
     if code is grpc.StatusCode.INTERNAL and GONE.search(details):
         kind = UnavailableError
-    if REMOVED in details:
+    if code in CUT_OFF and CUT_OFF[code] in details:
         kind, code = UnavailableError, grpc.StatusCode.UNAVAILABLE
     if TOO_LONG in details:  # gRPC gives this the status of a full server, after which the call would be tried again
         kind = ServerError
