@@ -27,7 +27,7 @@ test: $(INSTALLED)
 ci: check
 # Triton, of the version that PyTorch for CUDA brings along: its kernels run in its interpreter.
 	$(BIN)/pip install --quiet --quiet triton==3.7.1
-	cd tests/unit/core/attention && TRITON_INTERPRET=1 $(CURDIR)/$(BIN)/pytest -q test_flash_decoding.py test_chunk_sums.py
+	cd tests/unit/core/attention && TRITON_INTERPRET=1 $(CURDIR)/$(BIN)/pytest -q test_flash_decoding.py test_chunk_sums.py ../models/test_quantize.py
 	$(BIN)/pytest -m "not slow" -n 2 --ignore=tests/unit/repository/test_docs.py # which `check` has run
 
 # All tests, one at a time because some slow tests measure time.

@@ -174,7 +174,6 @@ def check_models(settings: Settings) -> Limits:
     from triforce_core.engine.limits import target_limits
     from triforce_core.models.files import (
         check_pair,
-        check_quantization,
         check_ranks,
         check_self_drafter,
         check_tokenizer,
@@ -187,7 +186,6 @@ def check_models(settings: Settings) -> Limits:
     check_pair(settings.target.model, drafter)
     if settings.retrieval.model:
         check_self_drafter(settings.target.model, settings.retrieval.model)
-    check_quantization(settings.retrieval.quantization)
     target = load_config(settings.target.model, "target")
     check_ranks(target, settings.target.model, settings.ranks(("target",)), "target.tensor_parallel")
     own, shared = settings.retrieval.model, settings.target.model

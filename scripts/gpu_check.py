@@ -47,7 +47,7 @@ from triforce_tools.bench.stages import decoding, drafting, level_below, verifyi
 from triforce_tools.bench.synthetic import SyntheticAcceptance
 from triforce_tools.bench.together import Together, finish
 
-PACKAGES = ("torch", "transformers", "triton", "ray", "torchao", "pydantic", "pydantic-core", "numpy", "pytest")
+PACKAGES = ("torch", "transformers", "triton", "ray", "pydantic", "pydantic-core", "numpy", "pytest")
 SPARED_S = 5  # of the deadline, for packing
 LEAST_S = 10  # with less time left no job begins
 Found = dict[str, Any]

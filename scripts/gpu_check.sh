@@ -6,8 +6,8 @@
 #
 # WHEELS  a folder of wheels that this machine's Python lacks and cannot download. Where PyTorch, transformers and Triton
 #         are there, these remain: pydantic, pydantic-core, annotated-types, typing-inspection (settings), rich,
-#         markdown-it-py, mdurl, pygments, platformdirs, llguidance, torchao (quantised self-drafters), and pytest,
-#         pytest-timeout, pluggy, iniconfig where they are missing; for `served` those of small_wheels.sh. A
+#         markdown-it-py, mdurl, pygments, platformdirs, llguidance, and pytest, pytest-timeout, pluggy, iniconfig
+#         where they are missing; for `served` those of small_wheels.sh. A
 #         kernels.tgz there, from an earlier run, spares the time in which kernels are compiled.
 # OUT     the folder for results: a JSON of each job, and logs. After each job they are packed beside it, in OUT.tgz; the
 #         compiled kernels in OUT.kernels.tgz. Bring back these two files. Run again, what is done is not repeated.

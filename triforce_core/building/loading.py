@@ -9,10 +9,10 @@ from triforce_core.config import Settings
 from triforce_core.engine.engine import Engine
 from triforce_core.errors import require
 from triforce_core.machine.memory import WHOLE, Share
-from triforce_core.models.files import check_pair, check_quantization, check_self_drafter, kv_shape, load_config
+from triforce_core.models.files import check_pair, check_self_drafter, kv_shape, load_config
 from triforce_core.models.load import load_model
 from triforce_core.models.precision import resolved
-from triforce_core.models.quantize import quantize_weights
+from triforce_core.models.quantize import quantize_weights, quantized_copy
 from triforce_core.models.rank_group import Group, Leader
 
 
@@ -22,7 +22,7 @@ def load_retrieval_model(settings: Settings, group: Group | None = None) -> PreT
     name, role = (own, "self-drafter") if own else (settings.target.model, "target")
     model = load_model(name, role, settings.dtype, settings.device, group, settings.target.context_length)
     if settings.retrieval.quantization:
-        quantize_weights(model, settings.retrieval.quantization)
+        quantize_weights(model)
     return model
 
 
@@ -44,17 +44,13 @@ def load_local_engine(
     check_pair(settings.target.model, drafter)
     if settings.retrieval.model:
         check_self_drafter(settings.target.model, settings.retrieval.model)
-    check_quantization(settings.retrieval.quantization)
 
     def load(name: str, role: str, group: Leader | None = None) -> PreTrainedModel:
         check_kernel(settings, head_dim=kv_shape(load_config(name, role))[2])
         return load_model(name, role, settings.dtype, settings.device, group, settings.target.context_length)
 
-    return local_engine(
-        load(settings.target.model, "target", ranks),
-        load(drafter, "drafter") if drafter else None,
-        settings,
-        load_retrieval_model(settings, ranks) if settings.retrieval.own_weights and not settings.target.lossy else None,
-        ranks=ranks,
-        share=share,
-    )
+    target, self_drafter = load(settings.target.model, "target", ranks), None
+    small = load(drafter, "drafter") if drafter else None
+    if settings.retrieval.own_weights and not settings.target.lossy:
+        self_drafter = load_retrieval_model(settings, ranks) if settings.retrieval.model else quantized_copy(target)
+    return local_engine(target, small, settings, self_drafter, ranks=ranks, share=share)

@@ -6,7 +6,6 @@ import this module alone, in half the time of load.py.
 
 import json
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -241,9 +240,3 @@ def check_self_drafter(target: str, name: str) -> None:
     ):
         rule = f"has {what.format(other)}: must have the target's {one}"
         require(one == other, "retrieval.model", name, rule)
-
-
-def check_quantization(kind: str | None) -> None:
-    """Raise `InvalidValueError` if quantised weights are asked for and torchao, which makes them, is not installed."""
-    missing = kind is not None and find_spec("torchao") is None
-    require(not missing, "retrieval.quantization", kind, "needs the package torchao: pip install torchao")

@@ -4,26 +4,27 @@ A pass over few tokens then launches 96 kernels less over 32 layers, and each pr
 at the device's bandwidth. Done on CUDA only: on a CPU a launch costs nothing, and the rounding would differ.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from triforce_core.models.fallback import LOWER, say
 from triforce_core.models.fuse import are_plain
+from triforce_core.models.quantize import Int8Linear
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as transformers names them
+KINDS = (nn.Linear, Int8Linear)  # of layers, no others that are made from them
 
 
 class Joined(nn.Module):
     """The product of several linear layers, each of which asks for its own part of it."""
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
+    def __init__(self, layers: Sequence[nn.Linear | Int8Linear]) -> None:
         super().__init__()
         self.sizes = [layer.out_features for layer in layers]
-        weights: list[Tensor] = [layer.weight for layer in layers]
-        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        self.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
-        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        self.whole = as_one(layers)
         # The input of the latest product, and the parts of its output that were not asked for yet. One attribute, so
         # that threads which share the model never see one of them without the other.
         self.latest: tuple[Tensor, dict[int, Tensor]] | None = None
@@ -32,11 +33,26 @@ class Joined(nn.Module):
         """Part `index` of the product with `hidden`, which is computed unless the latest product was with it."""
         latest = self.latest
         if latest is None or latest[0] is not hidden or index not in latest[1]:
-            product = nn.functional.linear(hidden, self.weight, self.bias)
-            latest = hidden, dict(enumerate(product.split(self.sizes, dim=-1)))
+            latest = hidden, dict(enumerate(self.whole(hidden).split(self.sizes, dim=-1)))
         part = latest[1].pop(index)
         self.latest = latest if latest[1] else None  # keeps no activations once all parts are taken
         return part
+
+
+def as_one(layers: Sequence[nn.Linear | Int8Linear]) -> nn.Module:
+    """One layer with the outputs of all."""
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    scales: list[Tensor] = [layer.scale for layer in layers if isinstance(layer, Int8Linear)]
+    weight, bias = torch.cat(weights), torch.cat(biases) if biases else None
+    if scales:
+        return Int8Linear(weight, torch.cat(scales), bias)
+    with torch.device("meta"):
+        whole = nn.Linear(weight.shape[1], len(weight), bias=bias is not None)
+    whole.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        whole.bias = nn.Parameter(bias, requires_grad=False)
+    return whole
 
 
 class Part(nn.Module):
@@ -52,8 +68,8 @@ class Part(nn.Module):
 
 @torch.no_grad()
 def join_projections(model: PreTrainedModel) -> None:
-    """Join the linear layers of each attention and feed-forward block, in place; not what is quantised, divided over
-    ranks or joined. One block after another, so that no more than one's weights are held twice; where there is no
+    """Join the linear layers of each attention and feed-forward block, in place; not what is divided over ranks or
+    joined. One block after another, so that no more than one's weights are held twice; where there is no
     memory for that, the other blocks stay as they are.
     """
     if (model.tp_size or 1) > 1:
@@ -77,7 +93,8 @@ def join_projections(model: PreTrainedModel) -> None:
 
 
 def may_join(layers: list[object]) -> bool:
-    """Whether these are ordinary linear layers of one input size, all with a bias or all without."""
-    linear = [layer for layer in layers if type(layer) is nn.Linear and are_plain([*layer.parameters()])]
+    """Whether these are linear layers of one kind and one input size, all with a bias or all without."""
+    linear = [each for each in layers if isinstance(each, nn.Linear | Int8Linear) and type(each) in KINDS]
+    linear = [each for each in linear if are_plain([*each.parameters()])]
     kinds = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in linear}
     return len(linear) == len(layers) and len(kinds) == 1

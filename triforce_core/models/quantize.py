@@ -1,116 +1,66 @@
-"""Weight-only quantisation of the retrieval tier's own copy of the target's weights, by torchao.
-
-At worst it lowers acceptance, because the target verifies with unquantised weights. The linear layers of the
-transformer blocks are quantised; embeddings, norms and the output head stay as they are.
+"""8-bit weights for the self-drafter: of the linear layers in the transformer blocks; embeddings, norms and the output
+head stay as they are. At worst it lowers acceptance, because the target verifies with its own weights.
 """
 
-from typing import Any, Literal
+from __future__ import annotations
+
+import copy
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from triforce_core.errors import InvalidValueError
-from triforce_core.models.fallback import say
-from triforce_core.models.files import check_quantization
-
-Quantization = Literal["int8", "int4", "fp8"]
-SAMPLE_TOKENS, REPEATS = 4, 20  # of the layer that is timed
+from triforce_core.attention.trial import can_run
+from triforce_core.models.int8_product import FLOATS, MOST_ROWS, int8_product
 
 
-def quantize_weights(model: PreTrainedModel, kind: Quantization) -> None:
-    """Replace the weights of the linear layers in the transformer blocks by quantised ones, in place: int8 and fp8
-    (e4m3) with one scale per row, int4 with a scale and a zero point per 128 values. On a GPU one layer is timed before
-    and after; if it is slower, the log says so. Raises `InvalidValueError` if torchao is missing or cannot do it here.
-    """
-    check_quantization(kind)
-    from torchao import quantize_
+class Int8Linear(nn.Module):
+    """A linear layer whose weight is `weight` [outputs, inputs] int8 times `scale` [outputs] in the model's dtype."""
 
-    head = model.get_output_embeddings()
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight, self.scale = (nn.Parameter(each, requires_grad=False) for each in (weight, scale))
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.by_kernel = scale.is_cuda and scale.dtype in FLOATS and can_run(scale.device)
 
-    def in_a_block(module: nn.Module, name: str) -> bool:
-        return isinstance(module, nn.Linear) and module is not head
-
-    if kind == "fp8":
-        for name, module in model.named_modules():
-            if in_a_block(module, name):
-                give_rows_a_scale(module.weight)
-    sample = next((module for name, module in model.named_modules() if in_a_block(module, name)), None)
-    before = None if sample is None or model.device.type != "cuda" else layer_seconds(sample)
-    try:
-        quantize_(model, configuration(kind), in_a_block)
-        after = None if before is None or sample is None else layer_seconds(sample)
-    except (ImportError, RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise InvalidValueError(
-            "retrieval.quantization", kind, f"fails with {model.dtype} on {model.device} ({reason})"
-        ) from None
-
-    if before is not None and after is not None:
-        say_if_slower(kind, before, after)
+    def forward(self, hidden: Tensor) -> Tensor:
+        rows = hidden.flatten(0, -2)
+        if self.by_kernel and len(rows) <= MOST_ROWS:
+            product: Tensor = int8_product(rows, self.weight, self.scale)
+        else:
+            product = nn.functional.linear(rows, self.weight.to(rows.dtype)) * self.scale
+        product = product.unflatten(0, hidden.shape[:-1])
+        return product if self.bias is None else product + self.bias
 
 
-def say_if_slower(kind: Quantization, before: float, after: float) -> None:
-    """Warn where quantised weights save memory but are slower: their kernels suit some GPUs and not others."""
-    if after > before:
-        advice = "" if kind == "int4" else "; int4 may be faster"
-        say(
-            f"retrieval.quantization: {kind} is slower on this device: {SAMPLE_TOKENS} tokens take {1e6 * after:.0f} µs"
-            f" through a layer, and {1e6 * before:.0f} µs unquantised. It saves memory only{advice}"
-        )
-
-
-@torch.inference_mode()
-def layer_seconds(layer: nn.Module) -> float:
-    """The time of a layer with few tokens, in a CUDA graph as in a step of the retrieval tier, without launches."""
-    weight: Tensor = layer.weight  # type: ignore[assignment]
-    tokens = torch.ones(SAMPLE_TOKENS, weight.shape[1], dtype=torch.bfloat16, device=weight.device).to(weight.dtype)
-    with torch.cuda.device(weight.device):
-        graph, begin, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
-        side = torch.cuda.Stream(weight.device)
-        side.wait_stream(torch.cuda.current_stream(weight.device))
-        with torch.cuda.stream(side):
-            layer(tokens)  # libraries prepare themselves
-        torch.cuda.current_stream(weight.device).wait_stream(side)
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(REPEATS):
-                layer(tokens)
-        graph.replay()
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / REPEATS
+def rounded(layer: nn.Linear) -> Int8Linear:
+    """The layer with each row of weights rounded to 255 steps between minus and plus its largest weight."""
+    weight = layer.weight.detach().float()
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    steps = (weight / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_()  # rows of zeros stay zeros
+    return Int8Linear(steps.to(torch.int8), scale[:, 0].to(layer.weight.dtype), layer.bias)
 
 
 @torch.no_grad()
-def give_rows_a_scale(weight: nn.Parameter) -> None:
-    """Set one value of each row of zeros to a millionth, in place. For fp8 torchao divides a row by its largest value,
-    so rows of zeros, which trained models do have, would become NaN. A millionth has no noticeable effect.
-    """
-    weight[weight.abs().amax(-1) == 0, 0] = 1e-6
+def quantize_weights(model: PreTrainedModel) -> None:
+    """Replace the linear layers in the transformer blocks by quantised ones, in place, one after another."""
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        for name in [name for name, layer in module.named_children() if type(layer) is nn.Linear and layer is not head]:
+            setattr(module, name, rounded(getattr(module, name)))
 
 
-def configuration(kind: Quantization) -> Any:
-    """torchao's configuration; its process-wide settings, which may change float32 products, are left alone."""
-    from torchao.quantization import Float8WeightOnlyConfig, Int4WeightOnlyConfig, Int8WeightOnlyConfig
-
-    if kind == "int8":
-        return Int8WeightOnlyConfig(set_inductor_config=False)
-    if kind == "fp8":
-        return Float8WeightOnlyConfig(set_inductor_config=False)
-    # The only packing whose kernel is part of torch; it needs CUDA and bfloat16.
-    return Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d", set_inductor_config=False)
+def quantized_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same weights, of which the linear layers are quantised, and the others are the model's own."""
+    shared: dict[int, Any] = {id(each): each for each in chain(model.parameters(), model.buffers())}
+    other = copy.deepcopy(model, shared)
+    quantize_weights(other)
+    return other
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of all weights as stored; a weight that is used twice counts once."""
-    return sum(tensor_bytes(weight) for weight in model.parameters())
-
-
-def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor; for a quantised tensor, the sum over its parts."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return tensor.nbytes
-    names, _ = tensor.__tensor_flatten__()
-    return sum(tensor_bytes(getattr(tensor, name)) for name in names)
+    """Bytes of all weights; a weight that is used twice counts once."""
+    return sum(weight.nbytes for weight in model.parameters())

@@ -29,7 +29,7 @@ from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.machine.device import DTYPES, torch_device
 from triforce_core.messages import GREEDY, Claim, Proposer, SamplingParams, SequenceSpec, Span, Tier
 from triforce_core.models.files import context_length, kv_shape
-from triforce_core.models.quantize import quantize_weights, tensor_bytes, weight_bytes
+from triforce_core.models.quantize import quantized_copy, weight_bytes
 from triforce_core.models.runner import ModelRunner
 from triforce_core.speculation.decoder import SpeculativeDecoder
 from triforce_core.speculation.verification import ModelVerifier
@@ -158,10 +158,7 @@ def synthetic_engine(settings: Settings, geometry: Geometry, load: DeviceWorkloa
     target_settings = settings.cold.target.model_copy(update=given)
     settings = settings.model_copy(update={"target": target_settings, "max_sequences": load.requests})
     target = random_model(geometry.target, settings)
-    self_drafter = None
-    if settings.retrieval.quantization:
-        self_drafter = random_model(geometry.target, settings)
-        quantize_weights(self_drafter, settings.retrieval.quantization)
+    self_drafter = quantized_copy(target) if settings.retrieval.quantization else None
     engine = local_engine(target, random_model(geometry.drafter, settings), settings, self_drafter)
     level: Proposer = engine.decoder
     while isinstance(level, SpeculativeDecoder):
@@ -223,7 +220,7 @@ def pass_figures(
     weights except a separate table of input embeddings, of which a pass reads a few rows only.
     """
     table, head = tables(runner.model)
-    weights = weight_bytes(runner.model) - (0 if table is head else tensor_bytes(table))
+    weights = weight_bytes(runner.model) - (0 if table is head else table.nbytes)
     _, batch = runner.forward([Forward(newest(sequence), tokens) for sequence in sequences])
     cached = sum(stop - start for row in batch.rows for start, stop in row.placed.visible)
     own = sum(len(row.placed.tokens) for row in batch.rows)

@@ -42,13 +42,13 @@ def fitting_context(settings: Settings, geometry: Geometry, output: int, request
 
 def weights_and_small_caches(settings: Settings, geometry: Geometry) -> int:
     """The bytes of all weights, and of the caches of the lower tiers."""
-    # The retrieval tier's quantised copy is made in full precision first.
-    copies = 2 if settings.retrieval.quantization else 1
-    weights = copies * num_parameters(geometry.target) + num_parameters(geometry.drafter)
+    target = num_parameters(geometry.target)
+    weights = (target + num_parameters(geometry.drafter)) * DTYPES[settings.dtype].itemsize
+    weights += target if settings.retrieval.quantization else 0  # in bytes, and at most: a copy shares what it can
     sparse = settings.retrieval.budget + retrieval_tail(settings)  # of each sequence
     caches = kv_geometry_of(geometry.target, settings).bytes_per_token * sparse
     caches += kv_geometry_of(geometry.drafter, settings).bytes_per_token * draft_window(settings).capacity
-    return weights * DTYPES[settings.dtype].itemsize + settings.max_sequences * caches
+    return weights + settings.max_sequences * caches
 
 
 def kv_geometry_of(config: PretrainedConfig, settings: Settings) -> KVGeometry:

@@ -34,6 +34,8 @@ from triforce_core.kv.retrieval import RetrievalHeld, RetrievalKV
 from triforce_core.kv.selectors import SnapKV
 from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.messages import Drafting, Proposal, SamplingParams, SequenceSpec, Span, Tier
+from triforce_core.models.join import join_projections
+from triforce_core.models.quantize import quantized_copy
 from triforce_core.plans import Plan
 from triforce_core.speculation.drafting import ModelProposer
 from triforce_tools.bench import device as bench
@@ -162,6 +164,20 @@ def test_a_cut_launches_few_operators(device: Device) -> None:
         assert sparse._install(1, held)
         assert device.launches - cut <= 16
         base = snapshot.version
+
+
+@pytest.mark.parametrize(("name", "billions"), [("llama2-7b-128k", 6.48), ("llama-3.1-8b", 6.98)])
+def test_a_self_drafter_of_8_bits_takes_a_byte_a_weight(device: Device, name: str, billions: float) -> None:
+    """Of its linear layers; all else is the target's. Two float32 copies of one layer are the most that is made."""
+    target = fake_model(geometry(name, layers=32).target)
+    largest = max(weight.numel() for weight in target.model.layers.parameters())
+    before = device.live
+    with device.most() as made:
+        copied = quantized_copy(target)
+        join_projections(copied)
+    assert device.live - before == pytest.approx(1e9 * billions, rel=0.01)
+    assert made.bytes <= device.live - before + 3 * 4 * largest
+    assert copied.model.embed_tokens.weight is target.model.embed_tokens.weight
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

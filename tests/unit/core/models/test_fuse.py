@@ -172,12 +172,15 @@ def test_norms_attention_and_blocks_are_fused(family: str) -> None:
     assert fused_parts(model) == layers | {"model.norm"}
 
 
-def test_products_of_quantised_weights_are_left_alone() -> None:
+@needs_a_compiler
+def test_a_model_with_8_bit_weights_has_the_same_parts() -> None:
     whole, quantised = random_model(), random_model()
-    quantize_weights(quantised, "int8")
+    quantize_weights(quantised)
+    expected = ordinary_logits(quantised, 5)
     set_fused_forwards(whole)
-    set_fused_forwards(quantised)
-    assert fused_parts(whole) - fused_parts(quantised) == {"model.layers.0.mlp", "model.layers.1.mlp"}
+    fuse(quantised, FUSED)
+    assert fused_parts(whole) == fused_parts(quantised)
+    torch.testing.assert_close(ordinary_logits(quantised, 5), expected, atol=1e-4, rtol=1e-4)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

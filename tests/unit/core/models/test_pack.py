@@ -130,7 +130,7 @@ def test_a_second_call_changes_nothing(pays: None) -> None:
 @needs_onednn
 def test_quantised_layers_stay_as_they_are(pays: None) -> None:
     model = random_model()
-    quantize_weights(model, "int8")
+    quantize_weights(model)
     pack_weights(model)
     assert packed_of(model) == [model.get_output_embeddings()]
 

@@ -1,68 +1,26 @@
-"""Quantised weights: what is refused and why, what stays as it was, and that nothing is said of it on the way."""
+"""8-bit weights: what is rounded and how well, what stays as it was, and whose memory it is."""
 
 from __future__ import annotations
 
-import logging
-import subprocess
-import sys
+import os
+from importlib.util import find_spec
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tests.command_line import Refusals
-from tests.random_models import random_model
+from tests.random_models import FAMILIES, random_model
+from tests.unit.core.models.test_join import logits_of
 from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError
-from triforce_core.models import files
-from triforce_core.models.quantize import Quantization, quantize_weights, say_if_slower, weight_bytes
+from triforce_core.models.int8_product import DEPTH, MOST_ROWS, OUTPUTS, int8_product
+from triforce_core.models.join import Joined, join_projections
+from triforce_core.models.quantize import Int8Linear, quantize_weights, quantized_copy, rounded, weight_bytes
 
 
-@pytest.mark.parametrize(("device", "dtype"), [("cpu", "bfloat16"), ("cuda", "float32")])
-def test_int4_says_what_it_needs(device: str, dtype: str) -> None:
-    with pytest.raises(InvalidValueError) as refusal:
-        load_settings(device=device, dtype=dtype, retrieval={"quantization": "int4"})
-    assert "retrieval.quantization int4 needs device cuda and dtype bfloat16" in str(refusal.value)
-    assert f"device {device} and dtype {dtype}" in str(refusal.value)
-    load_settings(device="cuda", dtype="bfloat16", retrieval={"quantization": "int4"})
-
-
-def test_what_torchao_cannot_do_is_one_of_our_errors() -> None:
-    with pytest.raises(InvalidValueError, match=r"retrieval\.quantization: 'int4' fails with torch\.float32 on cpu \("):
-        quantize_weights(random_model(hidden_size=128), "int4")
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, refusals: Refusals) -> None:
-    monkeypatch.setattr(files, "find_spec", lambda name: None)
-    named = ["retrieval.quantization", "'int8'", "needs the package torchao"]
-    refusals.check(named, "generate", "--prompt-file", __file__, "--self-drafter-quantization", "int8")
-
-
-def test_weights_that_are_slower_here_are_named_with_their_times(caplog: pytest.LogCaptureFixture) -> None:
-    """Where a GPU has no good kernel for them, memory is all that they save."""
-    with caplog.at_level(logging.WARNING, logger="triforce_core"):
-        say_if_slower("int8", before=25e-6, after=20e-6)
-        assert not caplog.records, "they are a gain"
-        say_if_slower("int8", before=25e-6, after=41.4e-6)
-    [message] = [record.getMessage() for record in caplog.records]
-    assert message.startswith("retrieval.quantization: int8 is slower on this device: 4 tokens take 41 µs")
-    assert "25 µs unquantised" in message
-    assert message.endswith("; int4 may be faster")
-    with caplog.at_level(logging.WARNING, logger="triforce_core"):
-        say_if_slower("int4", before=25e-6, after=41.4e-6)
-    assert caplog.messages[-1].endswith("It saves memory only"), "nothing has fewer bits"
-
-
-def test_the_settings_of_the_process_stay() -> None:
-    """These are the settings of torch's compiler, and how float32 products are rounded, which concerns the
-    target, too.
-    """
-    from torch._inductor import config as inductor
-
-    before = inductor.coordinate_descent_tuning, torch.get_float32_matmul_precision()
-    quantize_weights(random_model(), "int8")
-    quantize_weights(random_model(), "fp8")
-    assert (inductor.coordinate_descent_tuning, torch.get_float32_matmul_precision()) == before
+def test_other_kinds_are_refused() -> None:
+    with pytest.raises(InvalidValueError, match=r"retrieval\.quantization: .*'int8'"):
+        load_settings(retrieval={"quantization": "int4"})
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -70,36 +28,89 @@ def test_embeddings_head_and_norms_stay(tied: bool) -> None:
     model = random_model(tie_word_embeddings=tied)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     size = weight_bytes(model)
-    quantize_weights(model, "int8")
-    changed = [name for name, weight in model.named_parameters() if type(weight.data) is not torch.Tensor]
+    quantize_weights(model)
+    after = dict(model.named_parameters())
+    changed = [name for name, weight in after.items() if weight.dtype is torch.int8]
     assert changed == [name for name in before if name.endswith("_proj.weight")]
-    for name, weight in model.named_parameters():
+    for name, weight in before.items():
         if name in changed:
-            error = weight.dequantize() - before[name]
-            assert error.norm() < 0.02 * before[name].norm()
+            scale = after[name.replace("weight", "scale")]
+            error = (after[name] * scale[:, None] - weight).abs()
+            assert bool((error <= scale[:, None] / 2 * 1.001).all()), "to the nearest of 255 steps"
         else:
-            assert torch.equal(weight, before[name])
+            assert torch.equal(after[name], weight)
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear)
     assert (head.weight is model.get_input_embeddings().weight) == tied
     assert weight_bytes(model) < 0.6 * size
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_rows_of_zeros_stay_finite(kind: Quantization) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_copy_shares_what_is_not_rounded(family: str) -> None:
+    model = random_model(family)
+    expected, before = logits_of(model, 7), {name: each.data_ptr() for name, each in model.named_parameters()}
+    copied = quantized_copy(model)
+    assert torch.equal(logits_of(model, 7), expected), "the model is as it was"
+    own = {name for name, each in copied.named_parameters() if before.get(name) != each.data_ptr()}
+    assert own == {name for name in dict(copied.named_parameters()) if name.endswith(("_proj.weight", "_proj.scale"))}
+    found = logits_of(copied, 7)
+    assert 0 < (found - expected).norm() < 0.1 * expected.norm()
+
+
+def test_rows_of_zeros_stay_zeros() -> None:
     """Trained models have some: heads that nobody needs."""
-    model = random_model()
+    layer = nn.Linear(16, 4)
     with torch.no_grad():
-        model.model.layers[0].self_attn.q_proj.weight[3:9] = 0
-    before = model(torch.tensor([[1, 2, 3]])).logits
-    quantize_weights(model, kind)
-    after = model(torch.tensor([[1, 2, 3]])).logits
-    assert (after - before).norm() < 0.2 * before.norm()
+        layer.weight[1] = 0
+    found = rounded(layer)(torch.randn(3, 16))
+    assert torch.equal(found[:, 1], layer.bias[1].expand(3))
 
 
-@pytest.mark.slow
-def test_importing_it_says_nothing() -> None:
-    """A refused command prints one line; the libraries beneath would add theirs."""
-    command = [sys.executable, "-c", "import triforce_core.building.loading, torchao"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout + done.stderr == ""
+@pytest.mark.parametrize("bias", [False, True])
+def test_joined_layers_are_one_of_the_same_rows(bias: bool) -> None:
+    model = random_model("qwen2" if bias else "llama")
+    quantize_weights(model)
+    expected = logits_of(model, 5)
+    join_projections(model)
+    assert sum(isinstance(module, Joined) for module in model.modules()) == 2 * model.config.num_hidden_layers
+    assert torch.equal(logits_of(model, 5), expected)
+
+
+# -- The kernel, in Triton's interpreter, which computes with NumPy: `make ci` installs Triton and sets the variable. --
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None, reason="needs Triton and its interpreter"
+)
+
+
+@interpreted
+@pytest.mark.parametrize("tokens", [1, 4, 17, MOST_ROWS])
+@pytest.mark.parametrize("shape", [(OUTPUTS, DEPTH), (3 * OUTPUTS, 2 * DEPTH), (70, 300), (5, 40)], ids=str)
+def test_the_kernel_against_float64(tokens: int, shape: tuple[int, int]) -> None:
+    """In float16: NumPy has no bfloat16."""
+    torch.manual_seed(0)
+    layer = rounded(nn.Linear(shape[1], shape[0], bias=False).half())
+    hidden = torch.randn(tokens, shape[1], dtype=torch.float16)
+    expected = hidden.double() @ (layer.weight.double() * layer.scale.double()[:, None]).T
+    found: Tensor = int8_product(hidden, layer.weight, layer.scale)
+    assert found.dtype is torch.float16
+    assert (found.double() - expected).norm() < 1e-3 * expected.norm()
+
+
+@interpreted
+def test_a_layer_uses_it_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = rounded(nn.Linear(40, 20).half())
+    hidden = torch.randn(1, MOST_ROWS, 40, dtype=torch.float16)
+    without = layer(hidden)
+    layer.by_kernel = True
+    torch.testing.assert_close(layer(hidden), without, atol=2e-3, rtol=2e-3)
+    longer = hidden.repeat(1, 2, 1)
+    assert torch.equal(layer(longer), torch.cat([without, without], dim=1)), "more would read the weights twice"
+
+
+def test_tensors_without_data_pass_through() -> None:
+    layer = Int8Linear(
+        torch.empty(8, 6, dtype=torch.int8, device="meta"), torch.empty(8, dtype=torch.bfloat16, device="meta"), None
+    )
+    layer.by_kernel = True
+    assert layer(torch.empty(1, 3, 6, dtype=torch.bfloat16, device="meta")).shape == (1, 3, 8)
