@@ -199,7 +199,7 @@ def profile(worker: Worker, keep: Keep) -> None:
         assert isinstance(retrieval, SpeculativeDecoder)
         passes: dict[str, Callable[[], object]] = {
             "retrieval": verifying(retrieval.verifier, sequences, 4),
-            "draft": drafting(retrieval.proposer, sequences),
+            "draft": drafting(retrieval.proposer, sequences, settings.speculation.effective[1]),
             "verify": verifying(engine.decoder.verifier, sequences, 9),
             "round": engine.run_once,
         }

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.trees import any_parents, seen
-from triforce_core.attention import KERNELS, ON_CUDA, Kernel, Ranged, Scoring, has_flash_attn
+from triforce_core.attention import KERNELS, ON_CUDA, Kernel, Scoring, has_flash_attn
 from triforce_core.attention.chunk_sums import torch_chunk_sums, triton_chunk_sums
-from triforce_core.attention.cuda_flash import flash_ranged
 from triforce_core.attention.flash_decoding import triton_ranged
 from triforce_core.attention.ranged import WorkItems, attend, cut, gathered, over_items
 from triforce_core.attention.reference import blocked
@@ -68,11 +67,10 @@ def test_one_query_over_128k_keys(kernel: Kernel) -> None:
     torch.testing.assert_close(part.lse, expected.lse, atol=LSE, rtol=0)
 
 
-@pytest.mark.parametrize("ranged", [flash_ranged, triton_ranged])
 @pytest.mark.parametrize(
     ("queries", "splits", "group", "head_dim"), [(1, 16, 1, 128), (5, 3, 4, 64), (17, 1, 4, 128), (9, 3, 1, 256)]
 )
-def test_ranges_that_are_tensors(ranged: Ranged, queries: int, splits: int, group: int, head_dim: int) -> None:
+def test_ranges_that_are_tensors(queries: int, splits: int, group: int, head_dim: int) -> None:
     """The ranges are in any order, and some are empty. All else in the pool is NaN. The pass has tokens of its own,
     too.
     """
@@ -82,12 +80,11 @@ def test_ranges_that_are_tensors(ranged: Ranged, queries: int, splits: int, grou
     for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         pool[:, :, start : start + length] = normal(2, kv_heads, length, head_dim, seed=i)
     pieces = [p for start, length in zip(starts, lengths, strict=True) for p in cut([(start, start + length)], splits)]
-    first, count = (torch.tensor(n, dtype=torch.int32, device="cuda") for n in zip(*pieces, (0, 0), strict=True))
-    numbers = torch.arange(len(pieces) + 1, dtype=torch.int32, device="cuda")
-    items = WorkItems(first, count[:-1].contiguous(), numbers * (queries * group), longest, splits)
+    first, count = (torch.tensor(n, dtype=torch.int32, device="cuda") for n in zip(*pieces, strict=True))
+    items = WorkItems(first, count, longest, splits)
 
     each = normal(len(pieces), queries * group, kv_heads, head_dim, seed=9)
-    found = ranged(each, pool[0], pool[1], head_dim**-0.5, items)
+    found = triton_ranged(each, pool[0], pool[1], head_dim**-0.5, items)
     expected = gathered(each.float(), pool[0].float(), pool[1].float(), head_dim**-0.5, items)
     torch.testing.assert_close(found.output.float(), expected.output, atol=OUTPUT, rtol=0)
     torch.testing.assert_close(found.lse, expected.lse, atol=LSE, rtol=0)
@@ -97,22 +94,21 @@ def test_ranges_that_are_tensors(ranged: Ranged, queries: int, splits: int, grou
     own = normal(2, kv_heads, tokens, head_dim, seed=11)
     of_trees = [any_parents(Random(i), min(i, queries)) for i in range(len(starts))]
     each_sees, scale = seen(queries, of_trees).cuda(), head_dim**-0.5
-    merged = attend(ranged, query, own[0], own[1], (pool[0], pool[1]), Scoring(scale), items, each_sees)
+    merged = attend(triton_ranged, query, own[0], own[1], (pool[0], pool[1]), Scoring(scale), items, each_sees)
     in_full = pool[0].float(), pool[1].float()
     exact = attend(gathered, query.float(), *own.float(), in_full, Scoring(scale), items, each_sees)
     torch.testing.assert_close(merged.float(), exact, atol=OUTPUT, rtol=0)
 
 
-@pytest.mark.parametrize("ranged", [flash_ranged, triton_ranged])
-def test_all_items_of_one_sequence_have_its_queries(ranged: Ranged) -> None:
+def test_all_items_of_one_sequence_have_its_queries() -> None:
     """They come as one query, expanded, of which no item may be read beyond its end."""
-    pool, numbers = normal(2, 8, 5000, 128, seed=5), torch.arange(9, dtype=torch.int32, device="cuda")
+    pool = normal(2, 8, 5000, 128, seed=5)
     starts, lengths = (
         torch.tensor(n, dtype=torch.int32, device="cuda") for n in zip(*cut([(7, 4900)], 8), strict=True)
     )
-    items = WorkItems(torch.cat([starts, starts[:1]]), lengths, 5 * numbers, 5000, 8)
+    items = WorkItems(starts, lengths, 5000, 8)
     query = normal(8, 1, 1, 5, 128, seed=6)
-    found = over_items(ranged, query, pool[0], pool[1], 128**-0.5, items)
+    found = over_items(triton_ranged, query, pool[0], pool[1], 128**-0.5, items)
     exact = over_items(gathered, query.float(), pool[0].float(), pool[1].float(), 128**-0.5, items)
     torch.testing.assert_close(found.output.float(), exact.output, atol=OUTPUT, rtol=0)
     torch.testing.assert_close(found.lse, exact.lse, atol=LSE, rtol=0)
@@ -122,7 +118,7 @@ def test_all_items_of_one_sequence_have_its_queries(ranged: Ranged) -> None:
 def test_triton_runs_on_the_tensors_device_whichever_is_current() -> None:
     some = torch.ones(1, 1, 1, 16, dtype=torch.bfloat16, device="cuda:1")
     numbers = torch.tensor([0, 1], dtype=torch.int32, device="cuda:1")
-    part = triton_ranged(some, some[0], some[0], 1.0, WorkItems(numbers, numbers[1:], numbers, 1, 1))
+    part = triton_ranged(some, some[0], some[0], 1.0, WorkItems(numbers[:1], numbers[1:], 1, 1))
     assert part.output.eq(1).all()
 
 

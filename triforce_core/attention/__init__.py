@@ -8,7 +8,7 @@ import torch
 from triforce_core.attention.base import Kernel, Partial, Scoring, merge
 from triforce_core.attention.chunk_sums import ChunkSums, torch_chunk_sums, triton_chunk_sums
 from triforce_core.attention.cpu_flash import cpu_flash
-from triforce_core.attention.cuda_flash import HEAD_DIM_STEP, MAX_HEAD_DIM, cuda_flash, flash_attn, flash_ranged
+from triforce_core.attention.cuda_flash import HEAD_DIM_STEP, MAX_HEAD_DIM, cuda_flash, flash_attn
 from triforce_core.attention.flash_decoding import triton_ranged
 from triforce_core.attention.ranged import Ranged, gathered
 from triforce_core.attention.reference import blocked, reference
@@ -88,7 +88,7 @@ def ranged_for(settings: Settings) -> Ranged:
     """The attention of passes of constant shape, over ranges given as tensors (ranged.py)."""
     if kernel_name(settings) not in ON_CUDA:
         return gathered
-    return triton_ranged if can_run(torch.device(settings.device)) else flash_ranged
+    return triton_ranged if can_run(torch.device(settings.device)) else gathered
 
 
 def chunk_sums_for(settings: Settings) -> ChunkSums:

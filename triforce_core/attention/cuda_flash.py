@@ -1,18 +1,15 @@
 """FlashAttention on CUDA, in bfloat16 and float16: PyTorch's own operator, or the `flash-attn` package.
 
 Over one sequence, both split long keys over the whole GPU by themselves (flash-decoding). Captured passes, whose
-lengths are tensors, call them only where Triton cannot run (flash_decoding.py). They need the call over several
-sequences, which does not split keys; so the pass cuts its ranges into items.
+lengths are tensors, have a kernel of our own (flash_decoding.py).
 """
 
 import importlib
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from triforce_core.attention.base import Kernel, Partial, merge_partials
-from triforce_core.attention.ranged import WorkItems
 
 MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
 
@@ -67,44 +64,3 @@ def package_flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, cau
 def tokens_first(heads_first: Tensor) -> Tensor:
     """[heads, tokens, head_dim] as one sequence of a batch, [1, tokens, heads, head_dim]; a view."""
     return heads_first.transpose(0, 1)[None]
-
-
-# varlen(query [tokens, heads, head_dim], keys [slots, kv_heads, head_dim], values, query_starts, most_queries, scale,
-# items) -> output like query, lse [heads, tokens]: attention of each item's queries over the item's keys.
-Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, WorkItems], tuple[Tensor, Tensor]]
-
-
-def torch_varlen(
-    query: Tensor, keys: Tensor, values: Tensor, query_starts: Tensor, most_queries: int, scale: float, items: WorkItems
-) -> tuple[Tensor, Tensor]:
-    """By PyTorch's operator over several sequences. As the lengths are given separately, it reads only starts from the
-    offsets of the keys. The ranges may therefore lie apart and in any order.
-    """
-    output, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(query, keys, values),
-        *(query_starts, items.starts, most_queries, items.longest),
-        *(0.0, False, False),  # no dropout, not causal, no debug mask
-        scale=scale,
-        seqused_k=items.lengths,
-    )
-    return output, lse
-
-
-def flash_ranged(query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems) -> Partial:
-    """The operator over items that are many enough for the whole GPU; see `Ranged` for the shapes."""
-    return queries_as_tokens(torch_varlen, query, keys, values, scale, items)
-
-
-def queries_as_tokens(
-    varlen: Varlen, query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems
-) -> Partial:
-    count, queries, kv_heads, _ = query.shape
-    output, lse = varlen(
-        query.flatten(0, 1), keys.transpose(0, 1), values.transpose(0, 1), items.query_starts, queries, scale, items
-    )
-    return Partial(output.view(query.shape), without_empty(lse.view(kv_heads, count, queries), items))
-
-
-def without_empty(lse: Tensor, items: WorkItems) -> Tensor:
-    """lse [kv_heads, items, queries]. For an empty item the operator returns +inf, and output 0."""
-    return lse.masked_fill((items.lengths == 0).unsqueeze(1), -torch.inf)

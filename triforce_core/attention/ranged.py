@@ -21,9 +21,8 @@ LEAST_KEYS = 256  # per item; with fewer keys, merging the items costs more than
 class WorkItems:
     """`splits` items per sequence, or per token; in each, its queries see slots [start, start + length). All int32."""
 
-    starts: Tensor  # [items + 1]; the last has no meaning
+    starts: Tensor  # [items]
     lengths: Tensor  # [items]; 0: an empty item
-    query_starts: Tensor  # [items + 1]: offsets of each item's queries, which lie one after another
     longest: int  # the greatest possible length
     splits: int
 
@@ -130,7 +129,7 @@ def gathered(query: Tensor, keys: Tensor, values: Tensor, scale: float, items: W
     Masked slots may hold any values, including NaN. See `Ranged` for the shapes.
     """
     offsets = torch.arange(items.longest, device=keys.device)
-    slots = (items.starts[:-1, None] + offsets).clamp(max=keys.shape[1] - 1)
+    slots = (items.starts[:, None] + offsets).clamp(max=keys.shape[1] - 1)
     seen = offsets < items.lengths[:, None]  # [items, longest]
     near_keys, near_values = keys[:, slots].float(), values[:, slots].float()  # [kv_heads, items, longest, head_dim]
     scores = (query.permute(2, 0, 1, 3).float() @ near_keys.mT * scale).masked_fill(~seen[:, None], -torch.inf)

@@ -28,7 +28,7 @@ def failure(device: torch.device) -> str | None:
     """Why a kernel fails on the device: a compiler or a driver that is broken may raise anything."""
     try:
         some = torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16, device=device)
-        starts, lengths = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([0, 0], [1]))
+        starts, lengths = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([0], [1]))
         attention(some, some[0], some[0], 1.0, starts, lengths)
         fused(some[0], some[0], 1.0, 1, 1, 1)
     except Exception as error:

@@ -40,7 +40,7 @@ class Room:
     def __init__(self, readers: int, queries: int, splits: int, longest: int) -> None:
         """`queries`: tokens of a reader. `longest`: most slots that a reader may see."""
         self.readers, self.queries, self.splits, self.longest = readers, queries, splits, longest
-        self.size = 2 * readers * splits + 1
+        self.size = 2 * readers * splits
 
     def has_room(self, seen: list[list[Range]]) -> bool:
         return all(len(ranges) <= self.splits and size_of(ranges) <= self.longest for ranges in seen)
@@ -50,13 +50,12 @@ class Room:
         items = [item for ranges in seen for item in cut(ranges, self.splits)]
         items += [(0, 0)] * (self.readers * self.splits - len(items))
         starts, lengths = zip(*items, strict=True)
-        return [*starts, 0, *lengths]
+        return [*starts, *lengths]
 
-    def items(self, inputs: Tensor, group: int) -> WorkItems:
-        """The inputs as items. `group`: query heads of a KV head."""
-        starts, lengths = inputs.split([inputs.numel() - inputs.numel() // 2, inputs.numel() // 2])
-        numbers = torch.arange(len(starts), dtype=torch.int32, device=inputs.device)
-        return WorkItems(starts, lengths, numbers * (group * self.queries), self.longest, self.splits)
+    def items(self, inputs: Tensor) -> WorkItems:
+        """The inputs as items."""
+        starts, lengths = inputs.chunk(2)
+        return WorkItems(starts, lengths, self.longest, self.splits)
 
 
 class ShapedBatch:
@@ -84,7 +83,7 @@ class ShapedBatch:
         self.wide = self.narrow.long()
         self.token_ids, self.positions, self.slots, self.sampled, seen = self.wide.split(wide)
         self.seen = seen.unflatten(0, (*shape, self.words))
-        self.items: list[WorkItems] = []  # by room, made in the first pass, which shows how many query heads there are
+        self.items = [room.items(inputs) for room, inputs in zip(self.rooms, self.ranges, strict=True)]
         self.load(Batch(kv))
 
     def _room(self, readers: int, longest: int, workers: int, least: int) -> Room:
@@ -152,10 +151,6 @@ class ShapedBatch:
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, batch: Batch) -> Tensor:
         """As `KVCache.attend`, with the tokens at this pass's indices, padding included."""
         pool = self.kv.keys[layer], self.kv.values[layer]
-        if not self.items:  # in the first pass, which is never the one that is captured
-            group = query.shape[0] // keys.shape[0]
-            pairs = zip(self.rooms, self.ranges, strict=True)
-            self.items = [room.items(inputs, group) for room, inputs in pairs]
         items = self.items[layer in self.kv.geometry.windows.layers]
         output = attend(self.ranged, query, keys, values, pool, scoring, items, self.seen, self.join)
         pool[0].index_copy_(1, self.slots, keys)

@@ -13,7 +13,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from triforce_core.attention import gathered, kernel_name, ranged_for
+from triforce_core.attention import ON_CUDA, gathered, kernel_name, ranged_for
 from triforce_core.attention.ranged import joined_with_own
 from triforce_core.config import Settings
 from triforce_core.kv.base import Batch, KVCache
@@ -155,7 +155,8 @@ def unshaped(kv: KVCache, settings: Settings, most_queries: int, *, capture: boo
     if 0 < window < most_queries:
         yield f"sliding windows of {window} tokens are shorter than a pass of {most_queries}"
     if capture and isinstance(kv, FullKV) and ranged_for(settings) is gathered:
-        yield f"with attention: {kernel} a graph of the target would copy every context at its greatest length"
+        how = "without Triton" if kernel in ON_CUDA else f"with attention: {kernel}"
+        yield f"{how} a graph of the target would copy every context at its greatest length"
     if isinstance(kv, HeavyHitterKV):
         yield "the heavy-hitter cache keeps the queries of each pass, which these passes do not"
     if not isinstance(kv, FixedKV | FullKV):

@@ -173,7 +173,9 @@ class ModelProposer:
     def _chained(self, chain: Chain, logits: LogitsOf, wanted: dict[int, int]) -> dict[int, list[list[Ranked]]]:
         kv = self.runner.kv
         assert isinstance(kv, StreamingKV)
+        began = perf_counter()
         found = chain.run(kv, torch.cat([logits[sequence_id] for sequence_id in wanted]), wanted)
+        self.runner.seconds += perf_counter() - began
         self.runner.passes += len(found) - 1
         levels = dict[int, list[list[Ranked]]]()
         for row, (sequence_id, number) in enumerate(wanted.items()):

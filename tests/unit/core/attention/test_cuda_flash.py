@@ -10,19 +10,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.trees import seen
 from tests.unit.core.attention.test_attention import HEAD_DIM, pool_views, textbook
-from tests.unit.core.attention.test_ranged import work_items
-from triforce_core.attention import KERNELS, Ranged, Scoring, kernel_for, ranged_for
+from triforce_core.attention import KERNELS, kernel_for, ranged_for
 from triforce_core.attention.base import Partial
-from triforce_core.attention.cuda_flash import (
-    cuda_flash,
-    flash_ranged,
-    past_and_own,
-    queries_as_tokens,
-)
+from triforce_core.attention.cuda_flash import cuda_flash, past_and_own
 from triforce_core.attention.flash_decoding import triton_ranged
-from triforce_core.attention.ranged import WorkItems, attend, gathered
+from triforce_core.attention.ranged import WorkItems, gathered
 from triforce_core.attention.reference import reference
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError
@@ -57,79 +50,20 @@ def test_the_operator_is_called_as_pytorch_declares_it(queries: int, causal: boo
     assert (part.lse.shape, part.lse.dtype) == ((4, queries), torch.float32)
 
 
-@pytest.mark.parametrize("ranged", [flash_ranged, triton_ranged])
 @pytest.mark.parametrize("queries", [1, 7])
-def test_the_operator_over_ranges_is_called_as_pytorch_declares_it(ranged: Ranged, queries: int) -> None:
+def test_the_operator_over_ranges_is_called_as_it_declares(queries: int) -> None:
     """On a GPU's tensors without data, of which mixed devices and any value that is asked for raise."""
     cuda = torch.device("cuda", 0)
     with FakeTensorMode():
         items = WorkItems(
-            *(torch.empty(count, dtype=torch.int32, device=cuda) for count in (4, 3, 4)), longest=900, splits=3
+            *(torch.empty(count, dtype=torch.int32, device=cuda) for count in (3, 3)), longest=900, splits=3
         )
         query = torch.empty(3, queries, 2, 64, dtype=torch.bfloat16, device=cuda)
         keys, values = torch.empty(2, 2, 900, 64, dtype=torch.bfloat16, device=cuda).unbind()
-        part = ranged(query, keys, values, 0.1, items)
+        part = triton_ranged(query, keys, values, 0.1, items)
     assert (part.output.shape, part.output.dtype) == ((3, queries, 2, 64), torch.bfloat16)
     assert (part.lse.shape, part.lse.dtype) == ((2, 3, queries), torch.float32)
     assert part.output.device == part.lse.device == cuda
-
-
-def dense_varlen(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_starts: Tensor,
-    most_queries: int,
-    scale: float,
-    items: WorkItems,
-) -> tuple[Tensor, Tensor]:
-    """What the operator promises, in plain mathematics: for a sequence without keys output 0 and +inf."""
-    tokens, heads, _ = query.shape
-    output, lse = torch.zeros_like(query), torch.full((heads, tokens), torch.inf)
-    assert len(query_starts) == len(items.starts) == len(items.lengths) + 1
-    bounds = query_starts.tolist()
-    assert bounds[-1] == tokens
-    for i, (start, length) in enumerate(zip(items.starts.tolist(), items.lengths.tolist(), strict=False)):
-        own, seen = slice(bounds[i], bounds[i + 1]), slice(start, start + length)
-        assert bounds[i + 1] - bounds[i] <= most_queries
-        assert length <= items.longest
-        if length:
-            near_keys, near_values = (x[seen].repeat_interleave(heads // x.shape[1], 1) for x in (keys, values))
-            scores = torch.einsum("qhd,khd->hqk", query[own], near_keys) * scale
-            lse[:, own] = scores.logsumexp(-1)
-            output[own] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), near_values)
-    return output, lse
-
-
-@pytest.mark.parametrize("queries", [1, 2, 3, 4, 8, 9, 17])
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
-@pytest.mark.parametrize("group", [1, 4])
-def test_items_as_sequences_are_the_attention_over_ranges(queries: int, kv_heads: int, group: int) -> None:
-    """Multi-head and grouped, over ragged ranges in any order and empty ones, in a pool of which all else is NaN; then
-    merged with the pass's own tokens.
-    """
-    pieces = [(700, 600), (0, 0), (5, 1), (9, 0), (20, 257), (400, 31)]
-    random = torch.Generator().manual_seed(queries + kv_heads)
-    pool = torch.full((2, kv_heads, 1400, HEAD_DIM), torch.nan)
-    for start, length in pieces:
-        pool[:, :, start : start + length] = torch.randn(2, kv_heads, length, HEAD_DIM, generator=random)
-    items = work_items(pieces, queries * group, 2)
-
-    def ranged(query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems) -> Partial:
-        return queries_as_tokens(dense_varlen, query, keys, values, scale, items)
-
-    each = torch.randn(len(pieces), queries * group, kv_heads, HEAD_DIM, generator=random)
-    found, expected = (how(each, pool[0], pool[1], 0.3, items) for how in (ranged, gathered))
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    tokens = len(pieces) // 2 * queries
-    query = torch.randn(kv_heads * group, tokens, HEAD_DIM, generator=random)
-    own = torch.randn(2, kv_heads, tokens, HEAD_DIM, generator=random)
-    each_sees = seen(queries, [()] * (len(pieces) // 2))
-    merged, exact = (
-        attend(how, query, own[0], own[1], (pool[0], pool[1]), Scoring(0.3), items, each_sees)
-        for how in (ranged, gathered)
-    )
-    torch.testing.assert_close(merged, exact, atol=1e-5, rtol=0)
 
 
 def empty_pool() -> tuple[Tensor, Tensor]:
@@ -159,10 +93,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_the_kernel_of_device_and_dtype(settings: dict[str, str], head_dim: int, kernel: str) -> None:
+def test_the_kernel_of_device_and_dtype(
+    settings: dict[str, str], head_dim: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = Settings.model_validate(settings)
     assert kernel_for(made, head_dim) is KERNELS[kernel]
-    assert (ranged_for(made) is gathered) == (kernel != "cuda_flash")
+    for runs in (True, False):
+        monkeypatch.setattr("triforce_core.attention.can_run", lambda device, runs=runs: runs)
+        assert ranged_for(made) is (triton_ranged if runs and kernel == "cuda_flash" else gathered)
 
 
 def test_the_package_is_taken_where_it_is_installed(machine: dict[str, Any]) -> None:

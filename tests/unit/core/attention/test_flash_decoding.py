@@ -16,7 +16,6 @@ from tests.unit.core.attention.test_ranged import work_items
 from triforce_core.attention import flash_decoding as ours
 from triforce_core.attention import ranged_for, trial
 from triforce_core.attention.base import Partial
-from triforce_core.attention.cuda_flash import flash_ranged
 from triforce_core.attention.ranged import gathered, over_items
 from triforce_core.config import Settings
 
@@ -72,7 +71,7 @@ def test_it_is_the_attention_over_ranges(
     empty = ours.results
     monkeypatch.setattr(ours, "results", lambda *given: tuple(each.fill_(torch.nan) for each in empty(*given)))
     pool = pool_of(kv_heads, head_dim)
-    query, items = torch.randn(len(PIECES), queries, kv_heads, head_dim).half(), work_items(PIECES, queries, 2)
+    query, items = torch.randn(len(PIECES), queries, kv_heads, head_dim).half(), work_items(PIECES, 2)
     found = ours.triton_ranged(query, pool[0], pool[1], 0.1, items)
     close(found, exact(query, pool, 0.1))
 
@@ -82,7 +81,7 @@ def test_it_is_the_attention_over_ranges(
 def test_all_items_of_a_sequence_have_its_queries(sequences: int) -> None:
     """The query of several items is one tensor, expanded."""
     pool, splits = pool_of(2, 32), len(PIECES) // sequences
-    query, items = torch.randn(2, 1, sequences, 4, 32).half(), work_items(PIECES, 4, splits)
+    query, items = torch.randn(2, 1, sequences, 4, 32).half(), work_items(PIECES, splits)
     found = over_items(ours.triton_ranged, query, pool[0], pool[1], 0.1, items)
     close(found, over_items(gathered, query.float(), *pool.float(), 0.1, items))
 
@@ -114,7 +113,7 @@ def test_a_tile_fits_the_shared_memory(held: int, dim: int, keys: int, monkeypat
 def test_flash_attention_is_called_where_triton_cannot_run(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("triforce_core.attention.can_run", lambda device: runs)
     settings = Settings.model_validate({"device": "cuda", "dtype": "bfloat16"})
-    assert ranged_for(settings) is (ours.triton_ranged if runs else flash_ranged)
+    assert ranged_for(settings) is (ours.triton_ranged if runs else gathered)
     assert ranged_for(settings.model_copy(update={"dtype": "float32"})) is gathered
     assert ranged_for(Settings()) is gathered
 

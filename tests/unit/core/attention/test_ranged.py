@@ -80,7 +80,7 @@ def test_attention_is_that_of_the_textbook(
     query = 2 * normal(group * kv_heads, tokens, HEAD_DIM)
     keys, values = normal(2, kv_heads, tokens, HEAD_DIM)
     pieces = [p for start, length in zip(starts, lengths, strict=True) for p in cut([(start, start + length)], splits)]
-    items = work_items(pieces, queries * group, splits)
+    items = work_items(pieces, splits)
     output = attend(gathered, query, keys, values, (pool[0], pool[1]), Scoring(0.3), items, seen(queries, of_trees))
     for i, (start, length, parents) in enumerate(zip(starts, lengths, of_trees, strict=True)):
         for token in range(i * queries, (i + 1) * queries):
@@ -93,14 +93,13 @@ def test_attention_is_that_of_the_textbook(
             torch.testing.assert_close(output[[token]].transpose(0, 1).double(), expected, atol=1e-5, rtol=0)
 
 
-def work_items(pieces: list[tuple[int, int]], queries: int, splits: int) -> WorkItems:
-    starts, lengths = (torch.tensor(numbers, dtype=torch.int32) for numbers in zip(*pieces, (0, 0), strict=True))
-    offsets = torch.tensor([*itertools.accumulate([queries] * len(pieces), initial=0)], dtype=torch.int32)
-    return WorkItems(starts, lengths[:-1], offsets, LONGEST, splits)
+def work_items(pieces: list[tuple[int, int]], splits: int) -> WorkItems:
+    starts, lengths = (torch.tensor(numbers, dtype=torch.int32) for numbers in zip(*pieces, strict=True))
+    return WorkItems(starts, lengths, LONGEST, splits)
 
 
 def test_an_empty_item_counts_for_nothing() -> None:
     pool = torch.full((1, 10, HEAD_DIM), torch.nan)
-    part = gathered(torch.randn(2, 3, 1, HEAD_DIM), pool, pool, 0.3, work_items([(0, 0), (9, 0)], 3, 1))
+    part = gathered(torch.randn(2, 3, 1, HEAD_DIM), pool, pool, 0.3, work_items([(0, 0), (9, 0)], 1))
     assert part.output.eq(0).all()
     assert part.lse.eq(-torch.inf).all()

@@ -11,7 +11,6 @@ import torch
 from tests.random_models import FAMILIES, random_model, random_tokens
 from tests.stating import spec
 from triforce_core.attention import KERNELS, Ranged
-from triforce_core.attention.cuda_flash import flash_ranged
 from triforce_core.attention.flash_decoding import triton_ranged
 from triforce_core.attention.ranged import gathered
 from triforce_core.config import load_settings
@@ -74,7 +73,7 @@ def test_a_batch_takes_the_smallest_shape_with_room(lengths: list[int], shape: t
     assert logits is None or len(logits) == len(lengths), "those of the sampled tokens and no more"
 
 
-@pytest.mark.parametrize("ranged", [gathered, flash_ranged, triton_ranged])
+@pytest.mark.parametrize("ranged", [gathered, triton_ranged])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_depends_on_no_value(family: str, ranged: Ranged) -> None:
     """The pass runs on shapes alone, without data: it asks the device for nothing that the host would have to
