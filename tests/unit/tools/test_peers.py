@@ -8,15 +8,20 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
+import torch
 
 from tests.command_line import Refusals, run
 from triforce_core.errors import TriForceError
+from triforce_core.models.files import load_tokenizer, resolve
+from triforce_core.models.load import load_model
 from triforce_tools.peers import servers
+from triforce_tools.peers.as_gguf import as_gguf
 from triforce_tools.peers.compare import ms_per_token
 from triforce_tools.peers.servers import Peer, Start, install, process_name, running
 from triforce_tools.plots import draw_peers
@@ -87,8 +92,9 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return Peer(lambda start: [str(script), name, str(told), str(start.port)], versions_of=("torch",), **more)
 
     both = {"slow": peer("slow", modes={"plain": (0, 0), "controlled": None}), "quick": peer("quick")}
-    monkeypatch.setattr(servers, "PEERS", both)
-    monkeypatch.setattr("triforce_tools.peers.compare.PEERS", both)
+    broken = {"broken": Peer(lambda start: ["-c", "raise SystemExit('no such device')"])}
+    monkeypatch.setattr(servers, "PEERS", both | broken)
+    monkeypatch.setattr("triforce_tools.peers.compare.PEERS", both | broken)
     return told
 
 
@@ -99,7 +105,8 @@ def test_servers_run_one_at_a_time_in_turns_and_get_the_same_prompts(
     arguments = ["--context", "20,30", "--temperature", "0,0.8", "--streams", "1,2", "--output", "16", "--repeats", "2"]
     folders = ["--environments", str(tmp_path / "peers"), "--out", str(out)]
     figure = ["--figure", str(tmp_path / "peers.svg")]
-    assert run(monkeypatch, "bench", "peers", *arguments, *folders, *figure, "--force", "--json") == 0
+    both = ["--peer", "slow", "--peer", "quick"]
+    assert run(monkeypatch, "bench", "peers", *both, *arguments, *folders, *figure, "--force", "--json") == 0
     lines = told.read_text().splitlines()
     starts = [line for line in lines if line.endswith(("starts", "ends"))]
     names = ["slow", "quick", "quick", "slow"]
@@ -117,6 +124,18 @@ def test_servers_run_one_at_a_time_in_turns_and_get_the_same_prompts(
         assert len(row["ms_per_token"]) == len(row["first_text_s"]) == len(row["cpu_ms_per_token"]) == 2
         assert all(each.keys() <= {"server.py"} for each in row["cpu_ms_per_token"])
         assert min(row["ms_per_token"]) > (5 if row["peer"] == "slow" else 0.5)
+        assert min(row["memory_gb"]) > 0.001
+        assert [len(turn) for turn in row.get("says", [])] == ([] if row["temperature"] else [row["streams"]] * 2)
+    assert figures["same_texts"] == {name: [12, 12] for name in ("slow, plain", "slow, controlled", "quick, plain")}
+    assert {name: len(each) for name, each in figures["starts_s"].items()} == {"slow": 2, "quick": 2}
+    # Asked again for a turn more, and for a server that cannot start: only what is not there yet is run.
+    again = [*arguments[:-1], "3", "--peer", "quick", "--peer", "broken", "--peer", "slow"]
+    assert run(monkeypatch, "bench", "peers", *again, *folders, "--force", "--json") == 0
+    starts = [line.split()[0] for line in told.read_text().splitlines() if line.endswith("starts")]
+    assert starts == [*names, "quick", "slow"]
+    figures = json.loads(out.read_text())
+    assert {len(row["ms_per_token"]) for row in figures["rows"]} == {3}
+    assert figures["gaps"] == {"broken": "broken ended: no such device"}
 
 
 def test_the_figure_has_a_bar_of_each_mode_by_process() -> None:
@@ -141,7 +160,7 @@ def test_a_command_that_is_terminated_ends_its_server(
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr("triforce_tools.serving.doors.Answer.arrived", asked)
-    arguments = ["--context", "20", "--repeats", "9", "--environments", str(tmp_path / "peers")]
+    arguments = ["--peer", "slow", "--context", "20", "--repeats", "9", "--environments", str(tmp_path / "peers")]
     assert run(monkeypatch, "bench", "peers", *arguments, "--out", str(tmp_path / "peers.json"), "--force") != 0
     assert told.read_text().splitlines()[-1].endswith(" ends")
 
@@ -175,7 +194,7 @@ def test_processes_are_named_by_what_they_run(command: str, name: str) -> None:
 @pytest.mark.ci
 def test_the_engine_alone_streams_the_same_tokens_in_both_modes(tmp_path: Path) -> None:
     """The real engine, which has no server of its own."""
-    where = Start(Path("demo"), "float32", 400, 1, servers.free_port(), None)
+    where = replace(start(servers.free_port()), context=400)
     texts = []
     with running("engine", where, tmp_path, tmp_path / "log") as server:
         for speculation in ({"lookaheads": [0, 0]}, None):
@@ -189,7 +208,25 @@ def test_the_engine_alone_streams_the_same_tokens_in_both_modes(tmp_path: Path) 
 
 
 def start(port: int) -> Start:
-    return Start(Path("model"), "float32", 100, 1, port, None)
+    return Start(Path("model"), None, "float32", 100, 1, port, None, Path("files"))
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_a_gguf_file_has_the_same_weights_and_words(role: str, tmp_path: Path) -> None:
+    """As transformers reads it."""
+    folder = Path(resolve("demo", role))
+    file = as_gguf(folder, "float32", tmp_path)
+    one, other = (load_model(str(each), role, "float32", "cpu").state_dict() for each in (folder, file))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    text = "def main():\n    print('ä', 12)\n"
+    ids = [load_tokenizer(str(each))(text)["input_ids"] for each in (folder, file)]
+    assert ids[0] == ids[1]
+
+
+def test_a_peer_that_needs_a_drafter_says_so() -> None:
+    with pytest.raises(TriForceError, match=r"there is no drafter: draft\.model names none"):
+        servers.PEERS["transformers-assisted"].command(start(1))
 
 
 def test_a_server_that_ends_is_an_error_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +276,7 @@ def test_vllm_gets_what_it_needs_but_for_pytorch_and_finds_its_own_name(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--peer", "sglang"], ["peer", "sglang", "ours, engine, vllm, transformers"]),
+        (["--peer", "sglang"], ["peer", "sglang", "ours, engine, vllm, vllm-ngram"]),
         (["--dtype", "auto"], ["dtype", "auto", "float32"]),
         (["--context", "2k"], ["context", "2k", "whole number"]),
         (["--temperature", "-1"], ["temperature", "-1"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from platformdirs import user_cache_path
 
 from deploy.cli.options import JsonOption
 from triforce_core.config import load_settings
-from triforce_core.errors import require
+from triforce_core.errors import TriForceError, require
 from triforce_tools.bench.axes import parse_temperature, parse_whole
 from triforce_tools.cli.figures import check_figure
 from triforce_tools.tables import markdown_table
@@ -23,7 +24,11 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def peers(
     peer: Annotated[
-        list[str] | None, typer.Option(help="ours | engine | vllm | transformers; give several; all if not given")
+        list[str] | None,
+        typer.Option(
+            help="ours | engine | vllm | llama.cpp | transformers, the last three also with -ngram, -draft or"
+            " -lookup, -assisted; give several; all if not given"
+        ),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="settings of ours; others get its target")] = None,
     dtype: Annotated[str, typer.Option(help="of all servers: float32 | bfloat16 | float16")] = "bfloat16",
@@ -47,9 +52,10 @@ def peers(
     use; seconds to the first text of a prompt that nobody has read. `engine` is ours in one process.
     """
     from deploy.app import interrupt, on_signals
+    from triforce_core.building.drafters import drafter_weights
     from triforce_core.machine.cpu import cpu_summary
     from triforce_tools.bench.machine import quiet_machine
-    from triforce_tools.peers.compare import Load, compare
+    from triforce_tools.peers.compare import Found, Load, compare
     from triforce_tools.peers.servers import PEERS, install, versions
 
     names = peer or [*PEERS]
@@ -66,52 +72,72 @@ def peers(
         output,
         repeats,
     )
-    target = load_settings(config).target.model
-    prompts = load.prompts(target)
+    settings = load_settings(config)
+    models = settings.target.model, drafter_weights(settings)
+    prompts = load.prompts(settings.target.model)
 
     def report(text: str) -> None:
         typer.echo(text, err=True)
 
     environments = environments.absolute()
     environments.mkdir(parents=True, exist_ok=True)
+    found, known = Found(), dict[str, dict[str, str]]()
     for name in names:
-        install(name, environments, report)
-    figures: dict[str, Any] = {
+        try:
+            install(name, environments, report)
+            known[name] = versions(name, environments)
+        except TriForceError as error:
+            found.gaps[name] = str(error)
+            report(str(error))
+    about: dict[str, Any] = {
         "cpu": cpu_summary(),
         "dtype": dtype,
         "output": output,
-        "versions": {name: versions(name, environments) for name in names},
+        "settings": str(config) if config else "default",
+        "asked": {"context": context, "temperature": temperature, "streams": streams},
     }
+    before: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
+    if about.items() <= before.items() and all(before["versions"].get(name, of) == of for name, of in known.items()):
+        found.rows, found.starts_s, known = before["rows"], before["starts_s"], before["versions"] | known
+        report(f"going on with {out}: {sum(map(len, found.starts_s.values()))} turns are there")
+    about["versions"] = known
 
-    def keep(rows: list[dict[str, Any]]) -> None:
-        out.write_text(json.dumps(figures | {"rows": rows}, indent=1) + "\n")
+    def keep() -> None:
+        out.write_text(json.dumps(about | {"same_texts": found.same_texts()} | asdict(found), indent=1) + "\n")
 
     with quiet_machine(max_load, force=force), on_signals(interrupt):  # so that servers end with this command
-        rows = compare(
+        compare(
             names,
-            target,
+            models,
             load,
-            prompts=prompts,
+            prompts,
+            found,
             config=config,
             dtype=dtype,
             environments=environments,
             report=report,
             keep=keep,
         )
+    rows = found.rows
     if figure is not None:
         from triforce_tools.plots import draw_peers, save_figure
 
         save_figure(draw_peers(rows), figure)
     if as_json:
-        typer.echo(json.dumps(figures | {"rows": rows}))
+        typer.echo(out.read_text())
         return
     columns = ("context", "streams", "temperature", "peer", "mode")
     order = sorted(rows, key=lambda row: [row[name] for name in columns])
     cells = [
-        [*(str(row[name]) for name in columns), *map(spread, (row["ms_per_token"], cpu_ms(row), row["first_text_s"]))]
+        [
+            *(str(row[name]) for name in columns),
+            *map(spread, (row["ms_per_token"], cpu_ms(row), row["first_text_s"], row["memory_gb"])),
+        ]
         for row in order
     ]
-    typer.echo(markdown_table([*columns, "ms per token", "CPU ms", "first text, s"], cells))
+    typer.echo(markdown_table([*columns, "ms per token", "CPU ms", "first text, s", "memory, GB"], cells))
+    for name, why in found.gaps.items():
+        typer.echo(f"{name}: not compared: {why}")
 
 
 def cpu_ms(row: dict[str, Any]) -> list[float]:

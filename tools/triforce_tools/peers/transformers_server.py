@@ -1,6 +1,8 @@
 """transformers' own `generate` behind `/v1/completions`, since `transformers serve` takes chats only.
 
-    python transformers_server.py MODEL DTYPE PORT
+    python transformers_server.py MODEL DTYPE PORT [lookup | DRAFTER]
+
+With `lookup` its prompt lookup drafts, or else a model, with the numbers of tokens that transformers chooses.
 
 A program that imports nothing of this project, so that it can run in an environment of its own. Each prompt is read
 anew.
@@ -51,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
         raise NotImplementedError
 
     def tell(self, *tokens: int) -> None:
-        text = " ".join(map(str, tokens))
+        text = "".join(f"{token} " for token in tokens)
         self._send([{"index": 0, "text": text, "logprobs": None, "finish_reason": None}])
 
     def _send(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> None:
@@ -64,6 +66,7 @@ class Handler(BaseHTTPRequestHandler):
 
 class Generating(Handler):
     model: Any
+    speculation: dict[str, Any]  # arguments of `generate`
 
     def decode(self, asked: dict[str, Any]) -> None:
         prompt, count, temperature = asked["prompt"], asked["max_tokens"], asked["temperature"]
@@ -76,18 +79,19 @@ class Generating(Handler):
             min_new_tokens=count,
             streamer=Told(self.tell),
             **sampling,
+            **self.speculation,
         )
 
 
 class Told(BaseStreamer):
-    """Tells of each token after the prompt."""
+    """Tells of the tokens after the prompt."""
 
     def __init__(self, tell: Any) -> None:
         self.tell, self.prompt_read = tell, False
 
     def put(self, value: torch.Tensor) -> None:
         if self.prompt_read:
-            self.tell(int(value))
+            self.tell(*value.flatten().tolist())
         self.prompt_read = True
 
     def end(self) -> None:
@@ -95,6 +99,12 @@ class Told(BaseStreamer):
 
 
 if __name__ == "__main__":
-    path, dtype, port = sys.argv[1:]
+    path, dtype, port, *drafting = sys.argv[1:]
     Generating.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    if drafting == ["lookup"]:
+        Generating.speculation = {"prompt_lookup_num_tokens": 10}
+    elif drafting:
+        Generating.speculation = {"assistant_model": AutoModelForCausalLM.from_pretrained(*drafting, dtype=dtype)}
+    else:
+        Generating.speculation = {}
     ThreadingHTTPServer(("127.0.0.1", int(port)), Generating).serve_forever()

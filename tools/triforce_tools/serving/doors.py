@@ -45,6 +45,7 @@ class Answer:
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # of each chunk: when, and its tokens
     num_tokens: int = 0
     tokens: list[int] = field(default_factory=list)  # only gRPC tells these, and the acceptance
+    text: str = ""  # only HTTP tells it
     acceptance: float | None = None  # share of the retrieval tier's tokens that the target accepted
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -147,6 +148,7 @@ def http_door(client: AsyncOpenAI, model: str) -> Ask:
         async for chunk in stream:
             if chunk.choices:
                 answer.arrived(0)  # OpenAI's format tells the number of tokens at the end
+                answer.text += chunk.choices[0].text
             if chunk.usage:
                 answer.num_tokens = chunk.usage.completion_tokens
 
