@@ -36,6 +36,8 @@ def draft_7(node: Any) -> Any:
         case [{"type": kind} as only, {"type": "null"}]:
             del kept["anyOf"]
             kept |= only | {"type": [kind, "null"]}
+            if "const" in only:
+                kept["enum"] = [kept.pop("const"), None]
             if "enum" in only:
                 kept["enum"] = [*only["enum"], None]
     return kept

@@ -345,7 +345,7 @@ def served(worker: Worker, keep: Keep) -> None:
 
 
 def int8(worker: Worker, keep: Keep) -> None:
-    """A self-drafter of 8-bit weights; its copy is made in full first, so less context fits."""
+    """A self-drafter of 8-bit weights, beside which less context fits."""
     worker.bench(replace(FULL, quantization="int8", load=BRIEF), keep)
 
 

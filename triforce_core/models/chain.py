@@ -5,6 +5,7 @@ next. The host lays out all steps at first and reads all tokens at last. docs/de
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import inf, log
 from typing import TYPE_CHECKING
 
@@ -30,27 +31,36 @@ Best = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 def best(logits: Tensor, keys: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
     """See `Best`. `limits` are those of `limits_of`.
 
-    Draws as `perturbed_logits` does, but truncates only the tokens that it finds: without sorting the vocabulary. Those
-    excluded come last, at -inf. Where top-k and top-p are both asked for, top-p is of the whole distribution: drafts
-    need not be exact.
+    Draws as `perturbed_logits` does, but applies top-k and top-p only to the tokens that it finds, without sorting the
+    vocabulary, and then to the most probable one, which is never excluded. The excluded come last, at -inf. Where both
+    are asked for, top-p is of the whole distribution: drafts need not be exact.
     """
     temperature, top_k, top_p, least = limits.split(1, dim=1)
-    noisy = temperature > 0
+    noisy, ranks = temperature > 0, min(RANKS, logits.shape[1])
     warped = logits / torch.where(noisy, temperature, 1.0)
+    most, likeliest = warped.max(-1, keepdim=True)
     perturbed = torch.where(noisy, with_noise(warped, keys), warped.double())
-    values, tokens = perturbed.topk(min(RANKS, perturbed.shape[1]))
+    perturbed = torch.where(warped >= most + torch.where(noisy, least, -inf), perturbed, -inf)
+    values, tokens = perturbed.topk(ranks)
     found = warped.gather(1, tokens)
     higher = warped[:, None] > found[:, :, None]
     before = (warped.softmax(-1)[:, None] * higher).sum(-1)
-    allowed = (higher.sum(-1) < top_k) & (before < top_p) & (found >= warped.amax(-1, keepdim=True) + least)
-    values, order = torch.where(allowed | ~noisy, values, -inf).sort(dim=-1, descending=True, stable=True)
-    return values, tokens.gather(1, order)
+    values = torch.where((higher.sum(-1) < top_k) & (before < top_p) | ~noisy, values, -inf)
+    last = torch.where((tokens == likeliest).any(-1, keepdim=True), -inf, perturbed.gather(1, likeliest))
+    values, order = torch.cat([values, last], dim=1).sort(dim=-1, descending=True, stable=True)
+    return values[:, :ranks], torch.cat([tokens, likeliest], dim=1).gather(1, order[:, :ranks])
+
+
+def best_greedy(logits: Tensor, keys: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
+    """See `Best`; where all temperatures are 0."""
+    values, tokens = logits.topk(min(RANKS, logits.shape[1]))
+    return values.double(), tokens
 
 
 def limits_of(sampling: SamplingParams) -> list[float]:
     """Temperature, top-k, top-p and the logarithm of min-p, as numbers that exclude nothing where nothing is asked."""
-    top_p, least = sampling.top_p if sampling.top_p < 1 else inf, log(sampling.min_p) if sampling.min_p else -inf
-    return [sampling.temperature, sampling.top_k or inf, top_p, least]
+    top_p = max(sampling.top_p, 1e-30) if sampling.top_p < 1 else inf  # as in `truncate_by_rank`
+    return [sampling.temperature, sampling.top_k or inf, top_p, log(sampling.min_p) if sampling.min_p else -inf]
 
 
 class Chain:
@@ -59,8 +69,8 @@ class Chain:
     def __init__(self, step: ShapedPass, vocab_size: int, most: int) -> None:
         """`most`: tokens of a sequence that are drawn together, at least 2."""
         self.step, self.most = step, most
-        self.best: Best = best
-        self.graph: torch.cuda.CUDAGraph | None = None  # of `draw`
+        self.best: dict[bool, Best] = {True: best, False: best_greedy}  # by whether any row has noise
+        self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # of `draw`, if captured
         inputs, self.sequences = step.batch.inputs, step.batch.shape.sequences
         device, self.size = inputs.device, inputs.numel()
         self.at = torch.zeros(1, dtype=torch.int64, device=device)  # how many tokens of each have been drawn
@@ -72,10 +82,10 @@ class Chain:
         self.found = torch.zeros(most, 2, self.sequences, ranks, dtype=torch.float64, device=device)
 
     @torch.inference_mode()
-    def draw(self) -> None:
+    def draw(self, *, noisy: bool) -> None:
         """Draw from `logits`, and make what was drawn the input of the next pass."""
         keys = self.keys.index_select(0, self.at)[0]
-        values, tokens = self.best(self.logits, keys, self.limits)
+        values, tokens = self.best[noisy](self.logits, keys, self.limits)
         self.found.index_copy_(0, self.at, torch.stack([values, tokens.double()])[None])
         self.at += 1
         inputs = self.step.batch.inputs
@@ -108,7 +118,8 @@ class Chain:
         limits = [limits_of(each.spec.sampling) for each in held]
         self.limits[: len(held)].copy_(staged(limits, torch.float32, device), non_blocking=True)
         self.logits[: len(held)] = logits
-        draw = self.draw if self.graph is None else self.graph.replay
+        noisy = any(each.spec.sampling.temperature for each in held)
+        draw = self.graphs[noisy].replay if self.graphs else partial(self.draw, noisy=noisy)
         draw()
         for _ in range(1, steps):
             self.logits.copy_(self.step.run())

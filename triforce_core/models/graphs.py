@@ -5,6 +5,7 @@ capture. docs/decisions/0015-graphs.md
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,6 +115,11 @@ class ShapedPasses:
         smallest.batch.settle(batch)
         return logits[: sum(row.num_sampled for row in batch.rows)]
 
+    @property
+    def ahead(self) -> int:
+        """How many tokens of a sequence a chain draws at most; 0 without chains."""
+        return self.chains[0].most if self.chains else 0
+
     def chain(self, sequences: int) -> Chain | None:
         """The smallest with room for so many sequences."""
         return next((each for each in self.chains if each.sequences >= sequences), None)
@@ -154,13 +160,14 @@ def unshaped(kv: KVCache, settings: Settings, most_queries: int, *, capture: boo
         yield f"with exact: {settings.exact} the target attends in blocks of keys, which these passes do not"
     if 0 < window < most_queries:
         yield f"sliding windows of {window} tokens are shorter than a pass of {most_queries}"
-    if capture and isinstance(kv, FullKV) and ranged_for(settings) is gathered:
-        how = "without Triton" if kernel in ON_CUDA else f"with attention: {kernel}"
-        yield f"{how} a graph of the target would copy every context at its greatest length"
+    if capture and isinstance(kv, FullKV) and kernel not in ON_CUDA:
+        yield f"with attention: {kernel} a graph of the target would copy every context at its greatest length"
     if isinstance(kv, HeavyHitterKV):
         yield "the heavy-hitter cache keeps the queries of each pass, which these passes do not"
     if not isinstance(kv, FixedKV | FullKV):
         yield f"the cache policy {type(kv).__name__} has no passes of constant shape"
+    if capture and kernel in ON_CUDA and ranged_for(settings) is gathered:
+        yield "without Triton, attention of a graph would copy all keys that it may see"
 
 
 def build_passes(
@@ -193,7 +200,8 @@ def captured(eager_passes: list[EagerPass], chains: list[Chain], model: PreTrain
     passes = {eager.batch.shape: CapturedPass(eager, pool, logits, side) for eager in largest_first}
     for chain in chains:
         chain.step = passes[chain.step.batch.shape]
-        chain.graph = graph_of(chain.draw, pool, side, kv.geometry.device)
+        draws = {noisy: partial(chain.draw, noisy=noisy) for noisy in chain.best}
+        chain.graphs = {noisy: graph_of(draw, pool, side, kv.geometry.device) for noisy, draw in draws.items()}
     return ShapedPasses([*passes.values()], chains)
 
 
@@ -206,14 +214,14 @@ def compile_parts(eager_passes: list[EagerPass], chains: list[Chain], settings: 
                 eager.batch.join = join
                 eager.run()
             for chain in chains:
-                chain.best = draw
-                chain.draw()
+                chain.best[True] = draw
+                chain.draw(noisy=True)
                 chain.at.zero_()
     except Exception as error:  # a compiler that is broken may raise anything
         for eager in eager_passes:
             eager.batch.join = joined_with_own
         for chain in chains:
-            chain.best = best
+            chain.best[True] = best
         give_up(settings, error)
 
 

@@ -2,14 +2,22 @@
 weights does, and these have half the bytes of bfloat16.
 """
 
+import logging
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-OUTPUTS, DEPTH, WARPS, STAGES = 32, 256, 4, 4  # of a tile: outputs and inputs of the layer; of a program
-LEAST_ROWS, MOST_ROWS = 16, 64  # tokens of a tile, and of all that the kernel is for: each tile reads all weights
+from triforce_core.errors import reason_of
+
+log = logging.getLogger(__name__)
+
+# Of a tile: outputs and inputs of the layer, and the least and most tokens. With these, four tiles on their way from
+# memory take 72 KiB of a multiprocessor's shared memory, of which an RTX 4090 has 99.
+OUTPUTS, DEPTH, LEAST_ROWS, MOST_ROWS = 32, 256, 16, 32
+WARPS, STAGES = 4, 4
+MOST_TILES = 4  # each reads all weights, and rounding them to the model's dtype for an ordinary product costs as much
 FLOATS = (torch.bfloat16, torch.float16)
 
 
@@ -20,6 +28,8 @@ def int8_product(hidden: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
     Returns hidden @ (weight * scale).T, [tokens, outputs]; sums are in float32.
     """
+    if len(hidden) > MOST_TILES * MOST_ROWS:
+        return widened_product(hidden, weight, scale)
     import triton
 
     hidden, result = hidden.contiguous(), empty(hidden, weight, scale)
@@ -34,12 +44,34 @@ def int8_product(hidden: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return result
 
 
+def widened_product(hidden: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """The same on any device and in any dtype. Scaled before the sums, which could overflow else in float16."""
+    return torch.nn.functional.linear(hidden, weight.to(hidden.dtype) * scale[:, None])
+
+
 def empty(hidden: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """An empty tensor for the result, which is all that tensors without data need."""
     return hidden.new_empty(len(hidden), len(weight))
 
 
 int8_product.register_fake(empty)
+
+
+@cache
+def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel runs on this device, where it is tried once. If not, the log says why."""
+    if device.type != "cuda":
+        return False
+    why = "" if dtype in FLOATS else f"our kernel takes bfloat16 and float16, and dtype is {dtype}"
+    try:
+        for tokens in () if why else (LEAST_ROWS, MOST_ROWS):
+            some, scale = (torch.zeros(*size, dtype=dtype, device=device) for size in ((tokens, DEPTH), (OUTPUTS,)))
+            int8_product(some, torch.zeros(OUTPUTS, DEPTH, dtype=torch.int8, device=device), scale)
+    except Exception as error:  # a compiler or a driver that is broken may raise anything
+        why = f"our kernel fails on {device} ({reason_of(error)})"
+    if why:
+        log.warning("retrieval.quantization: int8 saves memory, and steps get slower: %s", why)
+    return not why
 
 
 @cache

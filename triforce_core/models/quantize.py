@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from triforce_core.attention.trial import can_run
-from triforce_core.models.int8_product import FLOATS, MOST_ROWS, int8_product
+from triforce_core.models.int8_product import has_kernel, int8_product, widened_product
+
+LEAST = 1 / 32  # outputs of a layer that is quantised, relative to its inputs: fewer cost nothing, and may decide much
 
 
 class Int8Linear(nn.Module):
@@ -24,15 +25,11 @@ class Int8Linear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.weight, self.scale = (nn.Parameter(each, requires_grad=False) for each in (weight, scale))
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.by_kernel = scale.is_cuda and scale.dtype in FLOATS and can_run(scale.device)
+        self.by_kernel = has_kernel(scale.device, scale.dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        rows = hidden.flatten(0, -2)
-        if self.by_kernel and len(rows) <= MOST_ROWS:
-            product: Tensor = int8_product(rows, self.weight, self.scale)
-        else:
-            product = nn.functional.linear(rows, self.weight.to(rows.dtype)) * self.scale
-        product = product.unflatten(0, hidden.shape[:-1])
+        multiply = int8_product if self.by_kernel else widened_product
+        product: Tensor = multiply(hidden.flatten(0, -2), self.weight, self.scale).unflatten(0, hidden.shape[:-1])
         return product if self.bias is None else product + self.bias
 
 
@@ -46,11 +43,14 @@ def rounded(layer: nn.Linear) -> Int8Linear:
 
 @torch.no_grad()
 def quantize_weights(model: PreTrainedModel) -> None:
-    """Replace the linear layers in the transformer blocks by quantised ones, in place, one after another."""
+    """Replace the linear layers in the transformer blocks by quantised ones, in place, one after another; not routers
+    and gates of few outputs, nor experts that are no linear layers.
+    """
     head = model.get_output_embeddings()
     for module in model.modules():
-        for name in [name for name, layer in module.named_children() if type(layer) is nn.Linear and layer is not head]:
-            setattr(module, name, rounded(getattr(module, name)))
+        for name, layer in [*module.named_children()]:
+            if type(layer) is nn.Linear and layer is not head and LEAST * layer.in_features <= layer.out_features:
+                setattr(module, name, rounded(layer))
 
 
 def quantized_copy(model: PreTrainedModel) -> PreTrainedModel:

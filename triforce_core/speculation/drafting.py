@@ -118,6 +118,7 @@ class ModelProposer:
             began = perf_counter()
             levels, batch = self.levels(active, ranked=ranked)
             took = perf_counter() - began
+            steps = max(map(len, levels.values()), default=1)
             unfinished = []
             for draft in active:
                 sequence_id = draft.work.span.sequence_id
@@ -125,7 +126,7 @@ class ModelProposer:
                 if sequence_id not in levels:
                     continue
                 spec, of_draft = self.runner.kv.held[sequence_id].spec, levels[sequence_id]
-                draft.tally += Tally(passes=len(of_draft), busy_s=took)
+                draft.tally += Tally(passes=len(of_draft), busy_s=took * len(of_draft) / steps)
                 for found in of_draft:
                     # One token is enough for a draft that does not choose: its neighbours in the pass change nothing.
                     own = found if draft.chooses else [each[:1] for each in found]
@@ -143,32 +144,30 @@ class ModelProposer:
         whose logits were asked for, what may follow it: the most probable tokens if `ranked`, else at least the first.
         """
         logits, batch = self.runner.forward([draft.forward() for draft in drafts])
-        of_rows = by_sequence(logits, batch.rows)
-        shaped = self.runner.shaped
-        chain = shaped.chain(len(of_rows)) if shaped is not None and of_rows else None
-        wanted = self._ahead([draft for draft in drafts if draft.work.span.sequence_id in of_rows], chain)
-        if chain is not None and wanted:
-            return self._chained(chain, of_rows, wanted), batch
+        of_rows, found = by_sequence(logits, batch.rows), dict[int, list[list[Ranked]]]()
+        wanted = self._ahead([draft for draft in drafts if draft.work.span.sequence_id in of_rows])
+        chain = self.runner.shaped.chain(len(wanted)) if wanted and self.runner.shaped is not None else None
+        if chain is not None:
+            found = self._chained(chain, of_rows, wanted)
+        others = {i: own for i, own in of_rows.items() if i not in found}
         if ranked:
-            return {i: [found] for i, found in self.drawer.ranked(of_rows, RANKS).items()}, batch
-        drawn = self.drawer.draw(of_rows)
-        return {i: [[[(t, 0.0)] if t != NO_TOKEN else [] for t in tokens]] for i, tokens in drawn.items()}, batch
+            return found | {i: [own] for i, own in self.drawer.ranked(others, RANKS).items()}, batch
+        drawn = self.drawer.draw(others)
+        alone = {i: [[[(t, 0.0)] if t != NO_TOKEN else [] for t in tokens]] for i, tokens in drawn.items()}
+        return found | alone, batch
 
-    def _ahead(self, drafts: list[Draft], chain: Chain | None) -> dict[int, int]:
-        """By sequence id, how many tokens to draw now, the most first. Nothing if the host must see each, or if one
-        more is all that is wanted.
+    def _ahead(self, drafts: list[Draft]) -> dict[int, int]:
+        """By sequence id, how many tokens to draw without the host, the most first: of drafts of which it need not see
+        each token before the next, and of which more than one is wanted.
         """
-        if chain is None:
-            return {}
-        kv, numbers = self.runner.kv, dict[int, int]()
-        assert isinstance(kv, StreamingKV)
-        for draft in drafts:
+        kv, numbers, most = self.runner.kv, dict[int, int](), self.runner.shaped.ahead if self.runner.shaped else 0
+        for draft in drafts if most else ():
+            assert isinstance(kv, StreamingKV)
             sequence_id = draft.work.span.sequence_id
             spec = kv.held[sequence_id].spec
-            if draft.most or spec.edits_logits:
-                return {}
-            numbers[sequence_id] = max(1, min(draft.room(spec), 1 + kv.room_ahead(sequence_id), chain.most))
-        return dict(sorted(numbers.items(), key=lambda each: -each[1])) if max(numbers.values()) > 1 else {}
+            if not draft.most and not spec.edits_logits:
+                numbers[sequence_id] = min(draft.room(spec), 1 + kv.room_ahead(sequence_id), most)
+        return {i: number for i, number in sorted(numbers.items(), key=lambda each: -each[1]) if number > 1}
 
     def _chained(self, chain: Chain, logits: LogitsOf, wanted: dict[int, int]) -> dict[int, list[list[Ranked]]]:
         kv = self.runner.kv

@@ -110,7 +110,7 @@ def test_a_tile_fits_the_shared_memory(held: int, dim: int, keys: int, monkeypat
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_flash_attention_is_called_where_triton_cannot_run(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_copied_where_triton_cannot_run(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("triforce_core.attention.can_run", lambda device: runs)
     settings = Settings.model_validate({"device": "cuda", "dtype": "bfloat16"})
     assert ranged_for(settings) is (ours.triton_ranged if runs else gathered)

@@ -103,7 +103,7 @@ def test_passes_of_constant_shape_share_their_kernels() -> None:
         for one, other in zip(shaped.chains, plain.chains, strict=True):
             for chain in (one, other):
                 chain.logits.copy_(torch.randn(chain.logits.shape, generator=torch.Generator().manual_seed(1)))
-                chain.draw()
+                chain.draw(noisy=True)
             torch.testing.assert_close(one.found, other.found)
         for fused, ordinary in zip(shaped.passes, plain.passes, strict=True):
             torch.testing.assert_close(fused.run(), ordinary.run(), atol=1e-4, rtol=1e-5)

@@ -8,12 +8,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.random_models import FAMILIES, random_model
 from tests.unit.core.models.test_join import logits_of
 from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError
-from triforce_core.models.int8_product import DEPTH, MOST_ROWS, OUTPUTS, int8_product
+from triforce_core.models.int8_product import DEPTH, MOST_ROWS, MOST_TILES, OUTPUTS, has_kernel, int8_product
 from triforce_core.models.join import Joined, join_projections
 from triforce_core.models.quantize import Int8Linear, quantize_weights, quantized_copy, rounded, weight_bytes
 
@@ -84,7 +85,7 @@ interpreted = pytest.mark.skipif(
 
 
 @interpreted
-@pytest.mark.parametrize("tokens", [1, 4, 17, MOST_ROWS])
+@pytest.mark.parametrize("tokens", [1, 4, 17, 3 * MOST_ROWS])
 @pytest.mark.parametrize("shape", [(OUTPUTS, DEPTH), (3 * OUTPUTS, 2 * DEPTH), (70, 300), (5, 40)], ids=str)
 def test_the_kernel_against_float64(tokens: int, shape: tuple[int, int]) -> None:
     """In float16: NumPy has no bfloat16."""
@@ -100,12 +101,45 @@ def test_the_kernel_against_float64(tokens: int, shape: tuple[int, int]) -> None
 @interpreted
 def test_a_layer_uses_it_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = rounded(nn.Linear(40, 20).half())
-    hidden = torch.randn(1, MOST_ROWS, 40, dtype=torch.float16)
+    hidden = torch.randn(1, MOST_TILES * MOST_ROWS, 40, dtype=torch.float16)
     without = layer(hidden)
     layer.by_kernel = True
     torch.testing.assert_close(layer(hidden), without, atol=2e-3, rtol=2e-3)
-    longer = hidden.repeat(1, 2, 1)
-    assert torch.equal(layer(longer), torch.cat([without, without], dim=1)), "more would read the weights twice"
+    monkeypatch.setattr("triforce_core.models.int8_product.kernel", lambda: pytest.fail("it would read weights often"))
+    assert torch.equal(layer(hidden.repeat(1, 2, 1)), torch.cat([without, without], dim=1))
+
+
+def test_sums_do_not_overflow_in_float16() -> None:
+    """One of a few large activations, as trained models have them, times 127 would."""
+    layer = rounded(nn.Linear(4096, 8, bias=False).half())
+    hidden = torch.randn(200, 4096, dtype=torch.float16)
+    hidden[:, 3] = 4000.0
+    assert layer(hidden).isfinite().all()
+
+
+def test_routers_and_gates_stay() -> None:
+    model = random_model("qwen3")
+    model.model.layers[0].mlp.gate = nn.Linear(model.config.hidden_size, 1)
+    quantize_weights(model)
+    assert isinstance(model.model.layers[0].mlp.gate, nn.Linear)
+
+
+def test_where_the_kernel_cannot_run_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Tensor) -> None:
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr("triforce_core.models.int8_product.int8_product", fails)
+    has_kernel.cache_clear()
+    with FakeTensorMode():
+        assert not has_kernel(torch.device("cuda", 0), torch.bfloat16)
+        assert not has_kernel(torch.device("cuda", 0), torch.float32)
+    assert not has_kernel(torch.device("cpu"), torch.bfloat16)
+    has_kernel.cache_clear()
+    first, second = caplog.messages
+    assert "int8 saves memory, and steps get slower: our kernel fails on cuda:0 (" in first
+    assert second.endswith("our kernel takes bfloat16 and float16, and dtype is torch.float32")
 
 
 def test_tensors_without_data_pass_through() -> None:

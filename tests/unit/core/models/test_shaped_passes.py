@@ -133,7 +133,7 @@ def test_a_compiler_that_fails_with_attention_alone(mode: str, monkeypatch: pyte
     assert shaped is not None
     assert shaped.forward(kv.prepare([Forward(Span(0, 0, (1,), spec(100)), 1)])) is not None
     for chain in shaped.chains:
-        chain.draw()
+        chain.draw(noisy=True)
 
 
 @pytest.fixture
