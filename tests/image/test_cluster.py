@@ -191,12 +191,14 @@ def test_a_pod_that_ends_lets_its_request_finish(cluster: Cluster) -> None:
     with requests.post(url, json=fields, stream=True, timeout=120) as open_:
         lines = open_.iter_lines()
         next(lines)
-        left = cluster.worker.ray.run(*leave, timeout_s=300)
-        assert left.returncode == 0, left.stderr
-        got = [line for line in lines if line]
+        with ThreadPoolExecutor(1) as reader:
+            reading = reader.submit(lambda: [line for line in lines if line])
+            left = cluster.worker.ray.run(*leave, timeout_s=300)
+            cluster.worker.ray.kill("KILL")  # at once: what has not come by now never comes
+            assert left.returncode == 0, left.stderr
+            got = reading.result(timeout=60)
     assert got[-1] == b"data: [DONE]"
     assert json.loads(got[-2].removeprefix(b"data: "))["choices"][0]["finish_reason"] == "length"
-    cluster.worker.ray.kill("TERM")
     cluster.worker.ray.wait(60)
     cluster.head.ray.kill("TERM")
     cluster.head.ray.wait(90)
