@@ -67,10 +67,10 @@ def vllm(start: Start, **speculation: Any) -> list[str]:
     """vLLM's documentation names no better settings for a CPU. `speculation`: its own, if any."""
     given = ["--speculative-config", json.dumps(speculation)] if speculation else []
     return [
-        *given,
         *("-m", "vllm.entrypoints.openai.api_server", "--model", str(start.model), "--served-model-name", "model"),
         *("--host", "127.0.0.1", "--port", str(start.port), "--dtype", start.dtype),
         *("--max-model-len", str(start.context), "--max-num-seqs", str(max(8, start.requests)), "--enforce-eager"),
+        *given,
     ]
 
 

@@ -146,7 +146,8 @@ def http_door(client: AsyncOpenAI, model: str) -> Ask:
             },
         )
         async for chunk in stream:
-            if chunk.choices:
+            # llama.cpp sends a chunk without text as soon as it begins to read the prompt.
+            if chunk.choices and (chunk.choices[0].text or answer.arrivals):
                 answer.arrived(0)  # OpenAI's format tells the number of tokens at the end
                 answer.text += chunk.choices[0].text
             if chunk.usage:
