@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 # keeps no byte code and would compile again at every start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve chat test ci test-all test-image check protos docs dist format clean
+.PHONY: serve chat test ci test-all test-image bench-peers check protos docs dist format clean
 
 # Serve the demo pair: three tiers, OpenAI-compatible HTTP on port 8000.
 serve: $(INSTALLED)
@@ -38,6 +38,11 @@ test-all: $(INSTALLED)
 # last result.
 test-image: $(INSTALLED)
 	$(BIN)/pytest -s -rs tests/image
+
+# This server beside vLLM, llama.cpp and transformers, with the drafts of each and without: the table of
+# docs/benchmarks/serving.md. It takes a quarter of an hour, after making their environments.
+bench-peers: $(INSTALLED)
+	$(BIN)/triforce bench peers --context 8192 --temperature 0,0.8 --streams 1 --out docs/benchmarks/peers.json
 
 # Check style, types, layering, that the generated code is up to date, and that the site builds.
 check: $(INSTALLED)
