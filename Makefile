@@ -42,7 +42,7 @@ test-image: $(INSTALLED)
 # This server beside vLLM, llama.cpp and transformers, with the drafts of each and without: the table of
 # docs/benchmarks/serving.md. It takes a quarter of an hour, after making their environments.
 bench-peers: $(INSTALLED)
-	$(BIN)/triforce bench peers --context 8192 --temperature 0,0.8 --streams 1 --out docs/benchmarks/peers.json
+	$(BIN)/triforce bench peers --context 8192 --temperature 0,0.8 --streams 1 --out peers.json
 
 # Check style, types, layering, that the generated code is up to date, and that the site builds.
 check: $(INSTALLED)

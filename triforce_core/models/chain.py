@@ -82,6 +82,12 @@ class Chain:
         self.found = torch.zeros(most, 2, self.sequences, ranks, dtype=torch.float64, device=device)
 
     @torch.inference_mode()
+    def first_draw(self, *, noisy: bool) -> None:
+        """`draw` as the first of a block, so that it may be tried as often as anyone likes."""
+        self.at.zero_()
+        self.draw(noisy=noisy)
+
+    @torch.inference_mode()
     def draw(self, *, noisy: bool) -> None:
         """Draw from `logits`, and make what was drawn the input of the next pass."""
         keys = self.keys.index_select(0, self.at)[0]

@@ -78,16 +78,20 @@ class CapturedPass:
 
 
 def graph_of(
-    run: Callable[[], object], pool: Any, side: torch.cuda.Stream, device: torch.device
+    run: Callable[[], object],
+    pool: Any,
+    side: torch.cuda.Stream,
+    device: torch.device,
+    warm_up: Callable[[], object] | None = None,
 ) -> torch.cuda.CUDAGraph:
-    """What `run` does, captured after warm-ups, with its memory in `pool`."""
+    """What `run` does, captured after warm-ups, with its memory in `pool`. `warm_up`: by default `run`."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
         current = torch.cuda.current_stream(device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
-                run()
+                (warm_up or run)()
         current.wait_stream(side)
         # Other threads may use the GPU meanwhile: only this thread is barred from calls that a graph cannot hold.
         with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
@@ -200,8 +204,9 @@ def captured(eager_passes: list[EagerPass], chains: list[Chain], model: PreTrain
     passes = {eager.batch.shape: CapturedPass(eager, pool, logits, side) for eager in largest_first}
     for chain in chains:
         chain.step = passes[chain.step.batch.shape]
-        draws = {noisy: partial(chain.draw, noisy=noisy) for noisy in chain.best}
-        chain.graphs = {noisy: graph_of(draw, pool, side, kv.geometry.device) for noisy, draw in draws.items()}
+        for noisy in chain.best:
+            draws = (partial(draw, noisy=noisy) for draw in (chain.draw, chain.first_draw))
+            chain.graphs[noisy] = graph_of(next(draws), pool, side, kv.geometry.device, next(draws))
     return ShapedPasses([*passes.values()], chains)
 
 
@@ -215,8 +220,7 @@ def compile_parts(eager_passes: list[EagerPass], chains: list[Chain], settings: 
                 eager.run()
             for chain in chains:
                 chain.best[True] = draw
-                chain.draw(noisy=True)
-                chain.at.zero_()
+                chain.first_draw(noisy=True)
     except Exception as error:  # a compiler that is broken may raise anything
         for eager in eager_passes:
             eager.batch.join = joined_with_own

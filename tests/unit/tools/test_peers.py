@@ -22,7 +22,7 @@ from triforce_core.models.files import load_tokenizer, resolve
 from triforce_core.models.load import load_model
 from triforce_tools.peers import servers
 from triforce_tools.peers.as_gguf import as_gguf
-from triforce_tools.peers.compare import ms_per_token
+from triforce_tools.peers.compare import ms_per_token, whole
 from triforce_tools.peers.servers import Peer, Start, install, process_name, running
 from triforce_tools.plots import draw_peers
 from triforce_tools.serving.doors import Answer
@@ -99,7 +99,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_servers_run_one_at_a_time_in_turns_and_get_the_same_prompts(
-    told: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    told: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: Refusals
 ) -> None:
     out = tmp_path / "peers.json"
     arguments = ["--context", "20,30", "--temperature", "0,0.8", "--streams", "1,2", "--output", "16", "--repeats", "2"]
@@ -136,6 +136,9 @@ def test_servers_run_one_at_a_time_in_turns_and_get_the_same_prompts(
     figures = json.loads(out.read_text())
     assert {len(row["ms_per_token"]) for row in figures["rows"]} == {3}
     assert figures["gaps"] == {"broken": "broken ended: no such device"}
+    # Another dtype is another run, whose figures are not mixed with these.
+    refusals.capsys.readouterr()
+    refusals.check(["out", str(out), "another run's figures"], "bench", "peers", *again, *folders, "--dtype", "float32")
 
 
 def test_the_figure_has_a_bar_of_each_mode_by_process() -> None:
@@ -209,6 +212,11 @@ def test_the_engine_alone_streams_the_same_tokens_in_both_modes(tmp_path: Path) 
 
 def start(port: int) -> Start:
     return Start(Path("model"), None, "float32", 100, 1, port, None, Path("files"))
+
+
+def test_an_answer_that_is_short_is_no_figure() -> None:
+    with pytest.raises(TriForceError, match="16 tokens was asked for: got 0 tokens, in 3 parts"):
+        whole([Answer(arrivals=[(1.0, 1)] * 3)], 16)
 
 
 @pytest.mark.parametrize("role", ["target", "drafter"])

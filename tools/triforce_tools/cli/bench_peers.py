@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +21,13 @@ from triforce_tools.peers.table import lines_of, peers_table
 
 ENVIRONMENTS = user_cache_path("triforce-serve") / "peers"
 DTYPES = ("bfloat16", "float16", "float32")
+
+
+def sources() -> str:
+    """A digest of the server's own code."""
+    packages = (Path(find_spec(name).origin).parent for name in ("triforce_core", "actors", "deploy"))  # type: ignore
+    files = sorted(file for package in packages for file in package.rglob("*.py"))
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def peers(
@@ -52,7 +61,7 @@ def peers(
     """
     from deploy.app import interrupt, on_signals
     from triforce_core.building.drafters import drafter_weights
-    from triforce_core.machine.cpu import cpu_summary
+    from triforce_core.machine.cpu import cpu_summary, usable_cores
     from triforce_tools.bench.machine import quiet_machine
     from triforce_tools.peers.compare import Found, Load, compare
     from triforce_tools.peers.servers import PEERS, install, versions
@@ -92,18 +101,24 @@ def peers(
         "cpu": cpu_summary(),
         "dtype": dtype,
         "output": output,
-        "settings": str(config) if config else "default",
+        "cores": usable_cores(),
+        "sources": sources(),
+        "settings": settings.model_dump(mode="json"),
         "asked": {"context": context, "temperature": temperature, "streams": streams},
     }
-    before: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
-    if about.items() <= before.items() and all(before["versions"].get(name, of) == of for name, of in known.items()):
-        found.rows, found.starts_s, known = before["rows"], before["starts_s"], before["versions"] | known
+    if out.is_file():
+        before: dict[str, Any] = json.loads(out.read_text())
+        of_before = before.get("versions", {})
+        same = about.items() <= before.items() and all(of_before.get(name, of) == of for name, of in known.items())
+        require(same, "out", out, "holds another run's figures: name another file, or remove it")
+        found.rows, found.starts_s, known = before["rows"], before["starts_s"], of_before | known
         report(f"going on with {out}: {sum(map(len, found.starts_s.values()))} turns are there")
     about["versions"] = known
 
     def keep() -> None:
         out.write_text(lines_of(about | {"same_texts": found.same_texts()} | asdict(found)))
 
+    keep()
     with quiet_machine(max_load, force=force), on_signals(interrupt):  # so that servers end with this command
         compare(
             names,
@@ -117,15 +132,14 @@ def peers(
             report=report,
             keep=keep,
         )
-    rows = found.rows
     if figure is not None:
         from triforce_tools.plots import draw_peers, save_figure
 
-        save_figure(draw_peers(rows), figure)
+        save_figure(draw_peers(found.rows), figure)
     if as_json:
         typer.echo(out.read_text())
         return
-    if rows:
+    if found.rows:
         typer.echo(peers_table(json.loads(out.read_text())))
     for name, why in found.gaps.items():
         typer.echo(f"{name}: not compared: {why}")

@@ -23,11 +23,16 @@ STORED = {
 
 def as_gguf(folder: Path, dtype: str, into: Path) -> Path:
     """The model in this folder, whose matrices get this dtype, as a file in the folder `into`; written if missing."""
-    path = into / f"{folder.name}-{dtype}.gguf"
+    weights, said = folder / "model.safetensors", folder / "config.json"
+    there = weights.is_file() and said.is_file()
+    require(there, "target.model", folder, "must be a folder with one file of weights for llama.cpp")
+    config = json.loads(said.read_text())
+    plain = config["model_type"] == "llama" and config.get("rope_parameters", {}).get("rope_type") == "default"
+    require(plain, "target.model", folder, "must be a Llama model with default rotation for llama.cpp")
+    made = weights.stat()
+    path = into / f"{folder.name}-{dtype}-{made.st_size:x}-{made.st_mtime_ns:x}.gguf"
     if path.is_file():
         return path
-    config = json.loads((folder / "config.json").read_text())
-    require(config["model_type"] == "llama", "target.model", folder, "must be a Llama model for llama.cpp")
     part = path.with_suffix(".part")
     writer = GGUFWriter(part, "llama")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -45,7 +50,7 @@ def as_gguf(folder: Path, dtype: str, into: Path) -> Path:
     writer.add_vocab_size(config["vocab_size"])
     add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), config)
     names = get_tensor_name_map(MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    for name, weight in load_file(folder / "model.safetensors").items():
+    for name, weight in load_file(weights).items():
         stem, _, suffix = name.rpartition(".")
         values = weight.float().numpy()
         if stem.endswith(("q_proj", "k_proj")):

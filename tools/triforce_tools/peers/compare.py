@@ -154,8 +154,9 @@ async def points(
     await ask(Question(prompts[min(prompts)][0][::-1], 8, cache_salt="first"), Answer())
     for context, streams in product(load.contexts, load.streams):
         salt = secrets.token_hex(8)
-        questions = [Question(prompt, 1, cache_salt=salt) for prompt in prompts[context][:streams]]
-        read = await together(ask, questions)
+        # More tokens than one, because the text of one may be half a character, of which nothing is told.
+        questions = [Question(prompt, 4, cache_salt=salt) for prompt in prompts[context][:streams]]
+        read = whole(await together(ask, questions), 4)
         first_text_s = median(answer.first_text_s for answer in read)
         for temperature, (mode, lookaheads) in product(load.temperatures, modes.items()):
             asked = [
@@ -163,6 +164,7 @@ async def points(
                 for each in questions
             ]
             answers, before, after = await timed(ask, asked, server)
+            whole(answers, load.output)
             tokens = answers[0].num_tokens - 1  # of one answer, as in `ms_per_token`
             cpu_ms = {name: 1e3 * (used - before.get(name, 0.0)) / tokens for name, used in after.items()}
             figures: dict[str, Any] = {
@@ -173,6 +175,15 @@ async def points(
             }
             says = {} if temperature else {"says": [digest(answer) for answer in answers]}
             yield (mode, context, temperature, streams), figures | says
+
+
+def whole(answers: list[Answer], tokens: int) -> list[Answer]:
+    """The answers. Raises `TriForceError` unless each has so many tokens, and text."""
+    for answer in answers:
+        if answer.num_tokens != tokens or not answer.arrivals:
+            said = f"{answer.num_tokens} tokens, in {len(answer.arrivals)} parts"
+            raise TriForceError(f"an answer of {tokens} tokens was asked for: got {said}")
+    return answers
 
 
 async def timed(

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from triforce_core.errors import TriForceError
+from triforce_core.machine.cpu import usable_cores
 from triforce_tools.peers.as_gguf import as_gguf
 
 READY_WITHIN_S, STOP_WITHIN_S = 600.0, 60.0
@@ -64,7 +65,7 @@ def drafter_of(start: Start) -> Path:
 
 
 def vllm(start: Start, **speculation: Any) -> list[str]:
-    """vLLM's documentation names no better settings for a CPU. `speculation`: its own, if any."""
+    """Without compilation, which a start would wait for. `speculation`: vLLM's own, if any."""
     given = ["--speculative-config", json.dumps(speculation)] if speculation else []
     return [
         *("-m", "vllm.entrypoints.openai.api_server", "--model", str(start.model), "--served-model-name", "model"),
@@ -86,9 +87,8 @@ def vllm_draft(start: Start) -> list[str]:
 def llama_cpp(start: Start, *speculation: str) -> list[str]:
     """With KV in 16 bits, as by default, flash attention, and nothing cut off from distributions."""
     file = as_gguf(start.model, start.dtype, start.files)
-    cores = len(os.sched_getaffinity(0))
     return [
-        *("--model", str(file), "--host", "127.0.0.1", "--port", str(start.port), "--threads", str(cores)),
+        *("--model", str(file), "--host", "127.0.0.1", "--port", str(start.port), "--threads", str(usable_cores())),
         *("--ctx-size", str(start.context * start.requests), "--parallel", str(start.requests)),
         *("--flash-attn", "on", "--top-k", "0", "--top-p", "1", "--min-p", "0", *speculation),
     ]
