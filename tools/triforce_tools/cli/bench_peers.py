@@ -110,7 +110,7 @@ def peers(
         before: dict[str, Any] = json.loads(out.read_text())
         of_before = before.get("versions", {})
         same = about.items() <= before.items() and all(of_before.get(name, of) == of for name, of in known.items())
-        require(same, "out", out, "holds another run's figures: name another file, or remove it")
+        require(same, "out", str(out), "holds another run's figures: name another file, or remove it")
         found.rows, found.starts_s, known = before["rows"], before["starts_s"], of_before | known
         report(f"going on with {out}: {sum(map(len, found.starts_s.values()))} turns are there")
     about["versions"] = known
