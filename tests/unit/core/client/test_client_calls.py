@@ -243,9 +243,11 @@ def test_a_stream_that_a_proxy_ends_goes_on(kind: str) -> None:
     cancelled = Failure(grpc.StatusCode.CANCELLED, 2)
     reset = replace(cancelled, details="Stream removed (RST_STREAM (Received RST_STREAM with error code 8))")
     ended = Failure(grpc.StatusCode.UNKNOWN, 2, details="Stream removed (Data frame with END_STREAM flag received)")
-    with serving(Generation(reset, ended, cancelled)) as served:
-        chunks = call(kind, served.address, "stream", "abc", max_tokens=4, seed=5, client={"retries": 2})
-        assert (tokens_of(chunks), text_of(chunks)) == expected("abc", 5, 4)
+    with serving(Generation(reset, ended)) as served:
+        chunks = call(kind, served.address, "stream", "abc", max_tokens=5, seed=5, client={"retries": 2})
+        assert (tokens_of(chunks), text_of(chunks)) == expected("abc", 5, 5)
+        assert len(served.generation.requests) == 3
+        served.generation.failures.append(cancelled)
         with pytest.raises(CallCancelledError):
             call(kind, served.address, "stream", "abc", max_tokens=9, seed=5)
 
