@@ -17,8 +17,10 @@ from triforce_core.config import DeviceGroup, PlacementSettings, Settings
 from triforce_core.errors import UnavailableError
 from triforce_core.messages import Tier
 
-# On a small machine several tiers share cores, so threads that spin while waiting would starve other threads.
-ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+ENVIRONMENT = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+# On a small machine several processes share cores, so threads that spin while waiting would starve other threads. A
+# process that is alone takes a quarter less time for a pass if they spin (docs/decisions/0030-quiet-processes.md).
+SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 ACTORS: dict[str, type[TierActor]] = {"draft": DraftActor, "retrieval": RetrievalActor, "target": TargetActor}
 
@@ -109,6 +111,12 @@ def reachable(settings: Settings, num_nodes: int) -> Settings:
     return settings.model_copy(update={"server": settings.server.model_copy(update={"tier_host": host})})
 
 
+def alone(settings: Settings) -> bool:
+    """Whether one process holds all tiers of the only replica."""
+    [group, *others] = settings.placement.groups
+    return not others and settings.ranks(group.tiers) == settings.server.replicas.max == 1
+
+
 def create(
     cls: type[TierActor] | type[RankActor], settings: Settings, group: DeviceGroup, name: str, where: Any, *more: Any
 ) -> ActorHandle[Any]:
@@ -124,7 +132,7 @@ def create(
         max_concurrency=4,
         max_restarts=-1,
         scheduling_strategy=where,
-        runtime_env={"env_vars": ENVIRONMENT},
+        runtime_env={"env_vars": ENVIRONMENT if alone(settings) else ENVIRONMENT | SHARED_CORES},
     ).remote(settings, *more)
     return handle
 

@@ -79,13 +79,15 @@ class TierActor(ABC):
         same. A call during another waits for it, at most `patience_s` seconds (-1: no limit). A start that fails leaves
         nothing behind. Raises `UnavailableError` if the other call takes too long.
         """
+        from triforce_core.machine.threads import apart
+
         # The owner of the pipeline calls `start`, and so does the tier above.
         if not self.starting.acquire(timeout=patience_s):
             raise UnavailableError(f"the {self.tier.name.lower()} tier is still loading")
         try:
             if self.server is None:
                 try:
-                    self.server = self._load_and_serve()
+                    self.server = apart(self._load_and_serve)
                 except Exception:
                     self.undo.close()
                     raise

@@ -75,6 +75,7 @@ class Landed:
     gpus: list[str]  # ids
     visible: str | None  # what CUDA is told
     resources: dict[str, float] = field(hash=False)
+    waiting: str | None  # how OpenMP's threads wait
 
 
 def where(_: Any) -> Landed:
@@ -86,7 +87,8 @@ def where(_: Any) -> Landed:
     gpus = context.get_accelerator_ids()["GPU"]
     labels = dict(context.get_node_labels())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return Landed(os.getpid(), context.get_node_id(), labels, gpus, visible, resources)
+    waiting = context.runtime_env["env_vars"].get("OMP_WAIT_POLICY")
+    return Landed(os.getpid(), context.get_node_id(), labels, gpus, visible, resources, waiting)
 
 
 @contextmanager
@@ -123,6 +125,7 @@ def test_every_arrangement_lands_as_configured(strategy: str, colocate: str) -> 
         processes = {landed.pid: landed for landed in tiers.values()}
         nodes = {landed.node for landed in tiers.values()}
         assert len(processes) == PROCESSES[colocate]
+        assert {landed.waiting for landed in processes.values()} == {None if colocate == "all" else "PASSIVE"}
         assert len(nodes) == (1 if strategy in ("PACK", "STRICT_PACK") else len(processes))
         assert (tiers[Tier.DRAFT] == tiers[Tier.RETRIEVAL]) == (colocate != "none")
         assert (tiers[Tier.RETRIEVAL] == tiers[Tier.TARGET]) == (colocate == "all")

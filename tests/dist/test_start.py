@@ -108,3 +108,16 @@ def test_a_start_that_takes_long_is_not_waited_for_longer_than_asked(monkeypatch
     assert actor.server is not None
     actor.server.stop(0.0)
     actor.undo.close()
+
+
+def test_models_are_loaded_by_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP's helpers of the loading thread would be threads beyond the cores, and slow all passes down."""
+    actor, loading = DraftActor(settings("none")), list[threading.Thread]()
+    monkeypatch.setattr(actor, "proposer", lambda: loading.append(threading.current_thread()) or Leaf())
+    actor.start()
+    assert actor.server is not None
+    try:
+        assert [thread.is_alive() for thread in loading] == [False]
+    finally:
+        actor.server.stop(0.0)
+        actor.undo.close()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from triforce_core.attention.base import Partial, merge_partials
+from triforce_core.machine.cpu import cpu_vendor
 
 # With more queries or a larger mask, the mask over all keys costs more than a second call and a merge.
 MAX_MASKED_QUERIES, MAX_MASK = 32, 2**20
@@ -44,10 +45,10 @@ def folded(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tens
 
 @cache
 def one_query_is_slow() -> bool:
-    """Whether the operator takes more than twice as long for one bfloat16 query as for two: measured on a CPU that has
-    products of bfloat16 vectors (AVX512-BF16) but none of tiles (AMX).
+    """Whether the operator takes more than twice as long for one bfloat16 query as for two: measured on AMD's CPUs with
+    products of bfloat16 vectors (AVX512-BF16), and not on Intel's.
     """
-    return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+    return torch.cpu._is_avx512_bf16_supported() and cpu_vendor() == "AuthenticAMD"
 
 
 def square(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Partial:

@@ -4,8 +4,10 @@ Which number is best depends on model, context, machine, and on what else its co
 not load transformers.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +15,7 @@ from triforce_core.config import Settings
 from triforce_core.costs import MANY_TOKENS
 from triforce_core.machine.cpu import usable_cores
 
+Found = TypeVar("Found")
 Passes = Generator[int, float, list[float]]  # yields the threads of the next pass, and is sent its seconds
 
 BLOCK, BLOCKS = 3, 2  # three passes with each of two numbers of threads, twice in turn
@@ -107,3 +110,14 @@ def run_on(threads: int) -> None:
     """Have the operators that this thread calls run on `threads` CPU threads."""
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
+
+
+def apart(work: Callable[[], Found]) -> Found:
+    """What `work` returns or raises, from a thread of its own that ends with it.
+
+    For what calls operators in a process whose passes run on another thread. GNU OpenMP gives each thread that calls
+    them helpers, which wait for it as long as it lives. Once a process has more of both than cores, all waiting threads
+    sleep at once, where they would first look out for work, and to wake one takes longer than many an operator.
+    """
+    with ThreadPoolExecutor(1) as one:
+        return one.submit(work).result()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.fit import Bundle, Node, can_lay_out, has_room, matches, misfit
-from actors.placement import bundles
+from actors.placement import alone, bundles
 from triforce_core.config import PlacementSettings, Settings, load_settings
 
 TYPE = "ray.io/accelerator-type"
@@ -161,3 +161,25 @@ def test_the_ranks_of_a_tier_are_on_one_node() -> None:
 )
 def test_label_selectors_are_rays(selector: str, H100: bool, L4: bool, none: bool) -> None:
     assert [matches("H100", selector), matches("L4", selector), matches(None, selector)] == [H100, L4, none]
+
+
+@pytest.mark.parametrize(
+    ("settings", "one"),
+    [
+        ({}, False),
+        ({"placement": {"colocate": "draft_with_retrieval"}}, False),
+        ({"placement": {"colocate": "all"}}, True),
+        ({"placement": {"colocate": "all"}, "server": {"replicas": {"min": 1, "max": 2}}}, False),
+        (
+            {
+                "placement": {"colocate": "all"},
+                "target": {"tensor_parallel": 2},
+                "retrieval": {"tensor_parallel": 2},
+            },
+            False,
+        ),
+    ],
+    ids=str,
+)
+def test_one_process_may_take_all_cores(settings: dict[str, object], one: bool) -> None:
+    assert alone(load_settings(**settings)) is one

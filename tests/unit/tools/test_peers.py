@@ -17,6 +17,7 @@ import requests
 import torch
 
 from tests.command_line import Refusals, run
+from triforce_core.config import load_settings
 from triforce_core.errors import TriForceError
 from triforce_core.models.files import load_tokenizer, resolve
 from triforce_core.models.load import load_model
@@ -232,6 +233,15 @@ def test_a_gguf_file_has_the_same_weights_and_words(role: str, tmp_path: Path) -
     assert ids[0] == ids[1]
 
 
+def test_ours_may_choose_its_processes(tmp_path: Path) -> None:
+    config = tmp_path / "given.yaml"
+    config.write_text("max_sequences: 3\nplacement: {cpus: 0.2}\n")
+    for given, settings in ((None, {}), (config, {"max_sequences": 3, "placement": {"cpus": 0.2}})):
+        command = servers.PEERS["ours-auto"].command(replace(start(1), config=given, files=tmp_path))
+        chosen = load_settings(Path(command[command.index("--config") + 1]))
+        assert chosen == load_settings(**settings | {"placement": settings.get("placement", {}) | {"colocate": "auto"}})
+
+
 def test_a_peer_that_needs_a_drafter_says_so() -> None:
     with pytest.raises(TriForceError, match=r"there is no drafter: draft\.model names none"):
         servers.PEERS["transformers-assisted"].command(start(1))
@@ -284,7 +294,7 @@ def test_vllm_gets_what_it_needs_but_for_pytorch_and_finds_its_own_name(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--peer", "sglang"], ["peer", "sglang", "ours, engine, vllm, vllm-ngram"]),
+        (["--peer", "sglang"], ["peer", "sglang", "ours, ours-auto, engine, vllm, vllm-ngram"]),
         (["--dtype", "auto"], ["dtype", "auto", "float32"]),
         (["--context", "2k"], ["context", "2k", "whole number"]),
         (["--temperature", "-1"], ["temperature", "-1"]),

@@ -34,8 +34,8 @@ def peers(
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="ours | engine | vllm | llama.cpp | transformers, the last three also with -ngram, -draft or"
-            " -lookup, -assisted; give several; all if not given"
+            help="ours | ours-auto | engine | vllm | llama.cpp | transformers, the last three also with -ngram, -draft"
+            " or -lookup, -assisted; give several; all if not given"
         ),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="settings of ours; others get its target")] = None,
@@ -57,7 +57,8 @@ def peers(
     """Other servers and ours, one at a time, with the same model and prompts over HTTP, in turns.
 
     Milliseconds per token after the first, as a client sees them, and those of CPU that all of the server's processes
-    use; seconds to the first text of a prompt that nobody has read. `engine` is ours in one process.
+    use; seconds to the first text of a prompt that nobody has read. `ours-auto` has `placement.colocate: auto`;
+    `engine` is ours in one process, without Ray.
     """
     from deploy.app import interrupt, on_signals
     from triforce_core.building.drafters import drafter_weights

@@ -14,6 +14,7 @@ from triforce_core.building.loading import load_local_engine
 from triforce_core.config import load_settings
 from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.sequence import Request
+from triforce_core.machine.threads import apart
 from triforce_core.messages import SamplingParams
 from triforce_tools.peers.transformers_server import Handler
 
@@ -38,5 +39,6 @@ class Decoding(Handler):
 
 if __name__ == "__main__":
     dtype, port, *config = sys.argv[1:]
-    Decoding.engine = load_local_engine(load_settings(*map(Path, config), dtype=dtype))
+    settings = load_settings(*map(Path, config), dtype=dtype)
+    Decoding.engine = apart(lambda: load_local_engine(settings))
     ThreadingHTTPServer(("127.0.0.1", int(port)), Decoding).serve_forever()

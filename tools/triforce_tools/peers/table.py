@@ -13,6 +13,7 @@ def peers_table(figures: dict[str, Any]) -> str:
     """Medians of milliseconds per token, with the least and greatest; the greatest of other figures' medians."""
     rows = figures["rows"]
     points = list(dict.fromkeys((row["context"], row["streams"], row["temperature"]) for row in rows))
+    speculating = {row["peer"] for row in rows if row["mode"] != "plain"}
     cells = []
     for server, mode in dict.fromkeys((row["peer"], row["mode"]) for row in rows):
         own = [row for row in rows if (row["peer"], row["mode"]) == (server, mode)]
@@ -21,7 +22,7 @@ def peers_table(figures: dict[str, Any]) -> str:
         memory = max(median(row["memory_gb"]) for row in own)
         cells.append(
             [
-                server if mode == "plain" and server not in ("ours", "engine") else f"{server}, {mode}",
+                f"{server}, {mode}" if server in speculating else server,
                 *(spread(by_point.get(point, [])) for point in points),
                 f"{first_text:.1f} s",
                 f"{memory:.1f} GB",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from triforce_core.building.loading import load_local_engine
 from triforce_core.config import load_settings
 from triforce_core.kv.base import Forward
 from triforce_core.machine.cpu import usable_cores
-from triforce_core.machine.threads import SETTLED, SOON, Threads, run_on, threads_for
+from triforce_core.machine.threads import SETTLED, SOON, Threads, apart, run_on, threads_for
 from triforce_core.messages import GREEDY, SequenceSpec, Span, Tier
 
 Milliseconds = Callable[[int], float]  # of a pass with this number of threads
@@ -155,6 +157,36 @@ def test_each_pass_has_its_own_threads_whatever_ran_before() -> None:
         assert seen[:6] == [2, 2, 2, 2, 2, 1], "the long pass; one that is not counted and three with two threads"
     finally:
         torch.set_num_threads(before)
+
+
+COUNTED = """
+import os, time, torch
+from triforce_core.machine.threads import apart, run_on
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+def added():
+    run_on(3)
+    torch.ones(10**7).exp()
+    return threads()
+
+run_on(3)  # PyTorch makes threads of another pool, which stay
+before = threads()
+during, until = apart(added), time.monotonic() + 10
+while threads() > before and time.monotonic() < until:
+    time.sleep(0.01)
+print(during - before, threads() - before, added() - before)
+"""
+
+
+def test_what_runs_apart_leaves_no_threads() -> None:
+    """OpenMP's stay with the thread that they helped, and with more threads than cores all of them sleep at once."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    done = subprocess.run([sys.executable, "-c", COUNTED], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["3", "0", "2"], "a thread and two helpers, none afterwards, those of this thread"
+    with pytest.raises(ZeroDivisionError):
+        apart(lambda: 1 / 0)
 
 
 def test_openmp_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
