@@ -15,11 +15,12 @@ from actors.rank_actors import RankActor, rank_name
 from actors.tiers import LOOPBACK, DraftActor, RetrievalActor, TargetActor, TierActor
 from triforce_core.config import DeviceGroup, PlacementSettings, Settings
 from triforce_core.errors import UnavailableError
+from triforce_core.machine.cpu import allowed_cores, usable_cores
 from triforce_core.messages import Tier
 
 ENVIRONMENT = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-# On a small machine several processes share cores, so threads that spin while waiting would starve other threads. A
-# process that is alone takes a quarter less time for a pass if they spin (docs/decisions/0030-quiet-processes.md).
+# On a small machine several processes share cores, so threads that spin while waiting would starve other threads. Those
+# of a process that has the cores to itself spin: a token takes a fifth less time (docs/decisions/0030).
 SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 ACTORS: dict[str, type[TierActor]] = {"draft": DraftActor, "retrieval": RetrievalActor, "target": TargetActor}
@@ -112,9 +113,10 @@ def reachable(settings: Settings, num_nodes: int) -> Settings:
 
 
 def alone(settings: Settings) -> bool:
-    """Whether one process holds all tiers of the only replica."""
+    """Whether one process holds all tiers of the only replica, on CPU cores of whose time it has no mere share."""
     [group, *others] = settings.placement.groups
-    return not others and settings.ranks(group.tiers) == settings.server.replicas.max == 1
+    one = not others and settings.ranks(group.tiers) == settings.server.replicas.max == 1
+    return one and settings.device_type == "cpu" and group.cores is None and usable_cores() == allowed_cores()
 
 
 def create(

@@ -92,7 +92,7 @@ def application_of(args: Settings, why: str = "") -> Application:
     """The application for these settings. `why`: for /status, as in `actors.colocation`; known on one machine."""
     from ray import serve
 
-    from actors.placement import ENVIRONMENT as QUIET_CORES
+    from actors.placement import ENVIRONMENT as QUIET_MODELS
     from actors.placement import bundles, label_selectors
     from actors.precision import agreed
     from deploy.gateway import Gateway
@@ -104,7 +104,7 @@ def application_of(args: Settings, why: str = "") -> Application:
     keys_of(args.server.api_keys)
     tracing.check()
     limits_here = {name: os.environ.get(name, limit) for name, limit in MESSAGE_LIMITS.items()}
-    variables = {**QUIET_CORES, **ONE_LOOP, **limits_here}
+    variables = {**QUIET_MODELS, **ONE_LOOP, **limits_here}
     options = {"num_cpus": FRONT_END_CPUS, "runtime_env": {"env_vars": variables}}
     logs = {"encoding": args.server.log.upper()}
     places = args.places

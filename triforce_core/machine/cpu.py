@@ -38,7 +38,7 @@ def usable_cores(quota: Path = QUOTA) -> int:
     """The cores that this process may use: those that it is restricted to, and no more than its container's limit (of
     cgroups of the second version) or OpenMP's `OMP_THREAD_LIMIT`.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = allowed_cores()
     limit = os.environ.get("OMP_THREAD_LIMIT", "")
     cores = min(cores, max(1, int(limit))) if limit.isdecimal() else cores
     try:
@@ -46,6 +46,11 @@ def usable_cores(quota: Path = QUOTA) -> int:
         return cores if share == "max" else min(cores, max(1, math.ceil(int(share) / int(period))))
     except (OSError, ValueError):  # no cgroup, or one of the first version
         return cores
+
+
+def allowed_cores() -> int:
+    """The cores that this process is restricted to, whatever share of their time it has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _values(cpuinfo: Path, name: str) -> str:

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import actors.placement
 from actors.fit import Bundle, Node, can_lay_out, has_room, matches, misfit
 from actors.placement import alone, bundles
 from triforce_core.config import PlacementSettings, Settings, load_settings
 
 TYPE = "ray.io/accelerator-type"
+TIERS = ["target", "retrieval", "draft"]
 
 
 def node(cpus: float = 8, gpus: float = 0, kind: str | None = None) -> Node:
@@ -164,22 +166,22 @@ def test_label_selectors_are_rays(selector: str, H100: bool, L4: bool, none: boo
 
 
 @pytest.mark.parametrize(
-    ("settings", "one"),
+    ("settings", "cores", "one"),
     [
-        ({}, False),
-        ({"placement": {"colocate": "draft_with_retrieval"}}, False),
-        ({"placement": {"colocate": "all"}}, True),
-        ({"placement": {"colocate": "all"}, "server": {"replicas": {"min": 1, "max": 2}}}, False),
-        (
-            {
-                "placement": {"colocate": "all"},
-                "target": {"tensor_parallel": 2},
-                "retrieval": {"tensor_parallel": 2},
-            },
-            False,
-        ),
+        ({}, 8, False),
+        ({"placement": {"colocate": "draft_with_retrieval"}}, 8, False),
+        ({"placement": {"colocate": "all"}}, 8, True),
+        ({"placement": {"colocate": "all"}}, 2, False),  # of a container whose limit is two of eight
+        ({"placement": {"colocate": "all"}, "device": "cuda"}, 8, False),
+        ({"placement": {"colocate": "all"}, "server": {"replicas": {"min": 1, "max": 2}}}, 8, False),
+        ({"placement": {"colocate": "all"} | {tier: {"cores": [0]} for tier in TIERS}}, 8, False),
+        ({"placement": {"colocate": "all"}} | {tier: {"tensor_parallel": 2} for tier in TIERS[:2]}, 8, False),
     ],
     ids=str,
 )
-def test_one_process_may_take_all_cores(settings: dict[str, object], one: bool) -> None:
+def test_threads_spin_where_one_process_has_all_cores(
+    settings: dict[str, object], cores: int, one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actors.placement, "allowed_cores", lambda: 8)
+    monkeypatch.setattr(actors.placement, "usable_cores", lambda: cores)
     assert alone(load_settings(**settings)) is one
